@@ -279,16 +279,10 @@ def test_the_report_says_why_no_launch_follows(
     assert bool(stopped) is bool(sentence)
 
 
-def ended(steps: int, longest: float = 0.1) -> Outcome:
-    return Outcome(ENDED, steps, longest)
-
-
-def failed(steps: int, last: str = "ValueError") -> Outcome:
-    return Outcome(FAILED, steps, 0.1, last)
-
-
-def silent(steps: int) -> Outcome:
-    return Outcome(SILENT, steps, 0.1, "stacks")
+def outcome(words: str, longest: float = 0.1) -> Outcome:
+    how, steps = words.split()
+    last = {FAILED: "ValueError", SILENT: "stacks"}.get(how, "")
+    return Outcome(how, int(steps), longest, last)
 
 
 def play(launches: Launches, *outcomes: Outcome, made: int = 0) -> Comparison:
@@ -311,62 +305,42 @@ def play(launches: Launches, *outcomes: Outcome, made: int = 0) -> Comparison:
     return comparison
 
 
+ENDS = "The script {} after its last step, step 60, with stock; tritonddp {}."
+
+
 @pytest.mark.parametrize(
     ("stock", "ours", "sentence", "last"),
     [
-        (
-            failed(3),
-            ended(60),
-            "stock failed after 3 steps. tritonddp does not: it ended after 60 steps.",
-            "ValueError",
-        ),
-        (
-            silent(1),
-            ended(60),
-            "stock hangs after 1 steps, no rank made a step for 30 s. tritonddp does not",
-            "stacks",
-        ),
-        (
-            ended(60),
-            failed(0),
-            "tritonddp failed after 0 steps. stock does not: it ended after 60 steps.",
-            "ValueError",
-        ),
-        (
-            failed(60),
-            failed(60),
-            "The script failed after its last step, step 60, with stock; tritonddp failed.",
-            "ValueError",
-        ),
-        (
-            silent(60),
-            ended(60),
-            "The script hangs after its last step, step 60, with stock; tritonddp ended.",
-            None,  # it may evaluate
-        ),
-        (ended(2), ended(2), "no difference", None),
+        ("failed 3", "ended 60", "stock failed after 3 steps. tritonddp does not:", "ValueError"),
+        ("hangs 1", "ended 60", "stock hangs after 1 steps, no rank made a step for 30", "stacks"),
+        ("ended 60", "failed 0", "tritonddp failed after 0 steps. stock does not:", "ValueError"),
+        ("failed 60", "failed 60", ENDS.format("failed", "failed"), "ValueError"),
+        ("hangs 60", "ended 60", ENDS.format("hangs", "ended"), None),  # it may evaluate
+        ("ended 2", "ended 2", "no difference", None),
     ],
 )
 def test_a_contender_that_fails_alone_is_the_verdict(
-    stock: Outcome, ours: Outcome, sentence: str, last: str | None, launches: Launches
+    stock: str, ours: str, sentence: str, last: str | None, launches: Launches
 ) -> None:
-    comparison = play(launches, stock, ours)
-    assert launches.pairs[0].outcomes == (stock, ours)
+    outcomes = outcome(stock), outcome(ours)
+    comparison = play(launches, *outcomes)
+    assert launches.pairs[0].outcomes == outcomes
     assert next(iter(comparison.sentences)).startswith(sentence)
     assert comparison.has_findings is sentence.startswith("tritonddp failed")
-    assert comparison.has_failed is (stock.how == ours.how == FAILED)
+    assert comparison.has_failed is (outcomes[0].how == outcomes[1].how == FAILED)
     assert list(last_words(comparison))[1:] == ([] if last is None else [f"    {last}"])
 
 
 def test_a_slow_step_is_not_a_hang(launches: Launches) -> None:
     """The other contender has needed 20 s for one: 30 s of silence decide nothing, 60 s do."""
-    comparison = play(launches, silent(1), ended(60, 20.0), ended(60, 20.0), ended(60, 20.0))
+    slow = outcome("ended 60", longest=20.0)
+    comparison = play(launches, outcome("hangs 1"), slow, slow, slow)
     assert launches.patience == pytest.approx(60)
     assert next(iter(comparison.sentences)).startswith("no difference")
 
 
 def test_two_contenders_that_make_no_further_step_have_ended(launches: Launches) -> None:
-    play(launches, silent(60), silent(60))
+    play(launches, outcome("hangs 60"), outcome("hangs 60"))
     assert launches._most == 60  # nobody waits again
     assert launches.times
 
@@ -374,22 +348,17 @@ def test_two_contenders_that_make_no_further_step_have_ended(launches: Launches)
 @pytest.mark.parametrize(
     ("stock", "ours", "made", "error", "sentence"),
     [
-        (failed(1, "a\nb"), failed(0, "c"), 0, ScriptError, "a\nb\nThe"),
-        (ended(60), ended(0), 0, EndedEarly, "has probably resumed"),
-        (ended(1), ended(1), 0, ScriptError, "it made 1 step, "),
-        (ended(60), ended(2), 90, EndedEarly, "one made 90:"),
+        ("failed 1", "failed 0", 0, ScriptError, "stock:\nValueError\nThe last lines of triton"),
+        ("ended 60", "ended 0", 0, EndedEarly, "has probably resumed"),
+        ("ended 1", "ended 1", 0, ScriptError, "it made 1 step, "),
+        ("ended 60", "ended 2", 90, EndedEarly, "one made 90:"),
     ],
 )
 def test_launches_that_cannot_be_compared_say_why(
-    stock: Outcome,
-    ours: Outcome,
-    made: int,
-    error: type[Exception],
-    sentence: str,
-    launches: Launches,
+    stock: str, ours: str, made: int, error: type[Exception], sentence: str, launches: Launches
 ) -> None:
     with pytest.raises(error) as caught:
-        play(launches, stock, ours, made=made)
+        play(launches, outcome(stock), outcome(ours), made=made)
     assert sentence in str(caught.value)
 
 

@@ -84,7 +84,7 @@ def run(script: str, *words: str, **options: Any) -> subprocess.CompletedProcess
 
 def lines(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
 
 
 @functools.cache

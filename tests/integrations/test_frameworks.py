@@ -18,6 +18,7 @@ from tritonddp.integrations.accelerate import use_tritonddp
 from tritonddp.integrations.signals import should_stop
 from tritonddp.integrations.strategies import lightning_class
 
+THOROUGH = pytest.mark.thorough
 ENV = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 NEEDED = {
     "lightning": ["lightning", "pytorch_lightning"],  # one of them
@@ -45,9 +46,7 @@ def output(script: str, *words: str | Path) -> str:
         ("zero.py", (), "30", 1.0),
         ("lightning_trainer.py", ("lightning",), "30", 1.0),
         # The Trainer of transformers wraps by Accelerate too.
-        pytest.param(
-            *("accelerate_script.py", ("accelerate",), "20", 1.0), marks=pytest.mark.thorough
-        ),
+        pytest.param("accelerate_script.py", ("accelerate",), "20", 1.0, marks=THOROUGH),
         ("huggingface_trainer.py", ("transformers", "accelerate"), "16", 3.43),
     ],
 )
@@ -126,20 +125,21 @@ def test_an_object_that_is_not_a_fresh_accelerator_is_refused() -> None:
 @pytest.mark.parametrize(
     ("library", "modules", "text"),
     [
-        ("lightning", ("lightning", "lightning.pytorch", "pytorch_lightning"), "lightning"),
+        ("lightning", "lightning lightning.pytorch pytorch_lightning", "lightning"),
         (
-            *("fabric", ("lightning", "lightning.fabric", "lightning_fabric")),
-            r"lightning \(or lightning-fabric\)",
+            "fabric",
+            "lightning lightning.fabric lightning_fabric",
+            r"lightning \(or lightning-fabric",
         ),
-        ("transformers", ("transformers",), "transformers"),
+        ("transformers", "transformers", "transformers"),
     ],
 )
 @pytest.mark.quick
 def test_a_missing_library_is_named(
-    monkeypatch: pytest.MonkeyPatch, library: str, modules: tuple[str, ...], text: str
+    monkeypatch: pytest.MonkeyPatch, library: str, modules: str, text: str
 ) -> None:
     imported = [name for name in sys.modules if "lightning" in name.partition(".")[0]]
-    for name in (*modules, *imported):
+    for name in (*modules.split(), *imported):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, f"tritonddp.integrations.{library}", raising=False)
     with pytest.raises(ImportError, match=f"pip install {text}"):

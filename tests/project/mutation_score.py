@@ -23,6 +23,7 @@ import signal
 import sys
 import tempfile
 import xml.etree.ElementTree as Xml
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -65,54 +66,47 @@ class Mutation(NamedTuple):
 
 
 def mutations_of(path: Path) -> Iterator[Mutation]:
-    """All that can be made of a file."""
-    source = path.read_text()
+    """All mutations of a file."""
+    source, seen = path.read_text(), Counter[tuple[str, str, str]]()
     starts = [0]
     for line in source.encode().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    seen: dict[tuple[str, str, str], int] = {}
-    file = str(path.relative_to(PACKAGE))
-
-    def mutation(function: str, kind: str, node: ast.AST, new: str) -> Mutation:
-        text = ast.unparse(node)
-        text = text if len(text) < 100 else text[:97] + "..."
-        which = seen[function, kind, text] = seen.get((function, kind, text), -1) + 1
-        start = starts[node.lineno - 1] + node.col_offset
-        end = starts[node.end_lineno - 1] + node.end_col_offset
-        return Mutation(file, function, kind, text, which, node.lineno, start, end, new)
 
     def walk(node: ast.AST, function: str) -> Iterator[Mutation]:
         for child in ast.iter_child_nodes(node):
             inner = function
             if isinstance(child, ast.FunctionDef | ast.ClassDef):
                 inner = f"{function}.{child.name}".removeprefix(".")
-            if function or inner:
-                if isinstance(child, ast.If | ast.IfExp | ast.While):
-                    negated = f"(not ({ast.unparse(child.test)}))"
-                    yield mutation(function, "negate", child.test, negated)
-                if isinstance(child, ast.AugAssign) or _can_drop(child):
-                    yield mutation(function, "drop", child, "pass")
-                if isinstance(child, ast.Call) and _can_swap(child):
-                    first, second, *rest = child.args
-                    swapped = ast.Call(child.func, [second, first, *rest], child.keywords)
-                    yield mutation(function, "swap", child, ast.unparse(swapped))
+            for kind, changed, new in changes_of(child) if inner else ():
+                text = ast.unparse(changed)
+                text = text if len(text) < 100 else text[:97] + "..."
+                which = seen[function, kind, text]
+                seen[function, kind, text] += 1
+                start = starts[changed.lineno - 1] + changed.col_offset
+                end = starts[changed.end_lineno - 1] + changed.end_col_offset
+                file, line = str(path.relative_to(PACKAGE)), changed.lineno
+                yield Mutation(file, function, kind, text, which, line, start, end, new)
             yield from walk(child, inner)
 
     return walk(ast.parse(source), "")
 
 
-def _can_drop(node: ast.AST) -> bool:
+def changes_of(node: ast.AST) -> Iterator[tuple[str, Any, str]]:
+    """The kind of each change, the node that it changes, and the new text of that node."""
+    if isinstance(node, ast.If | ast.IfExp | ast.While):
+        yield "negate", node.test, f"(not ({ast.unparse(node.test)}))"
     is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-    return is_call and not ast.unparse(node).startswith("logger.")
-
-
-def _can_swap(call: ast.Call) -> bool:
-    """Its first two arguments, so that it may make a difference."""
-    if len(call.args) < 2 or ast.unparse(call.func) in ("min", "max"):
-        return False
-    first, second = call.args[:2]
-    is_plain = not isinstance(first, ast.Starred) and not isinstance(second, ast.Starred)
-    return is_plain and ast.dump(first) != ast.dump(second)
+    is_effect = is_call and not ast.unparse(node).startswith("logger.")
+    if isinstance(node, ast.AugAssign) or is_effect:
+        yield "drop", node, "pass"
+    if not isinstance(node, ast.Call) or len(node.args) < 2:
+        return
+    first, second, *rest = node.args
+    are_plain = not isinstance(first, ast.Starred) and not isinstance(second, ast.Starred)
+    is_ordered = ast.unparse(node.func) not in ("min", "max")
+    if are_plain and is_ordered and ast.dump(first) != ast.dump(second):
+        swapped = ast.Call(node.func, [second, first, *rest], node.keywords)
+        yield "swap", node, ast.unparse(swapped)
 
 
 def existing() -> dict[str, Mutation]:
