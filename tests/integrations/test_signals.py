@@ -64,7 +64,7 @@ def calls() -> Iterator[list[str]]:
 
 
 def test_the_first_signal_asks_and_the_second_does_what_it_did_before(
-    calls: list[str], asked: Asked
+    asked: Asked, calls: list[str]
 ) -> None:
     former = signal.getsignal(USR1)
     tritonddp.stop_on_signal(USR1)
@@ -88,7 +88,7 @@ def test_sigterm_is_the_default_and_each_signal_asks_once(asked: Asked) -> None:
 
 @pytest.mark.parametrize("is_removed", [False, True])
 def test_a_later_handler_that_calls_ours_stays(
-    is_removed: bool, calls: list[str], asked: Asked
+    is_removed: bool, asked: Asked, calls: list[str]
 ) -> None:
     ours = tritonddp.stop_on_signal(USR1)
     former: Any = signal.getsignal(USR1)
@@ -284,7 +284,6 @@ def play(number, method, is_persistent, is_before):
     print(method, is_complete, asked, [is_alive(process) for process in workers], flush=True)
 
 if __name__ == "__main__":
-    os.setpgrp()
     loop = torch.utils.data._utils.worker._worker_loop
     for case in eval(sys.argv[1]):
         play(*case)
@@ -298,6 +297,7 @@ if __name__ == "__main__":
 
 
 def shielded(folder: Path, *cases: Any, words: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the script, in a process group of its own."""
     script = folder / "script.py"  # spawned processes import it
     script.write_text(SHIELDED)
     numbered = repr([(int(number), *rest) for number, *rest in cases])
