@@ -1,8 +1,11 @@
 """Libraries that bring a model of their own: MACE, OpenCLIP and torchao."""
 
 import contextlib
+import io
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from client import Client
 from torch import Tensor, nn
@@ -167,3 +170,72 @@ def with_torchao(client: Client) -> None:
         client.step_ended()
     assert losses[-1] < losses[0] / 2, losses
     client.report(wrapper, module, losses=losses, float8=float8)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter of low rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(64, 64, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.base.weight) + self.up(self.down(x))
+
+
+def adapted(kind: str) -> nn.Module:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_, to_nf4
+
+    net = nn.Sequential(Adapted(), nn.Tanh(), Adapted())
+    for layer in (net[0].base, net[2].base):
+        if kind == "int8":
+            quantize_(layer, Int8WeightOnlyConfig())
+        else:
+            weight = to_nf4(layer.weight.detach(), block_size=32, scaler_block_size=2)
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+    return net
+
+
+def values(net: nn.Module) -> list[list[float]]:
+    """Of all parameters: those of a quantized one as plain numbers."""
+    frozen = [F.linear(torch.eye(64), layer.base.weight) for layer in (net[0], net[2])]
+    trained = [param.detach() for param in net.parameters() if param.requires_grad]
+    return [each.flatten().tolist() for each in (*frozen, *trained)]
+
+
+def same_on_all_ranks(content: Any) -> bool:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, content)
+    return all(each == found[0] for each in found)
+
+
+def lora_on_torchao(client: Client) -> None:
+    """A LoRA on frozen weights of torchao, int8 and NF4, which stock DDP cannot wrap."""
+    client.init_process_group()
+    rows = []
+    for kind in ("int8", "nf4"):
+        torch.manual_seed(client.rank)  # rank 0 sends its values
+        net = adapted(kind)
+        same = [same_on_all_ranks(values(net))]
+        ddp: Any = client.wrap(net)
+        same.append(same_on_all_ranks(values(net)))
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+        losses = []
+        x = torch.randn(16, 64)
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = (ddp(x) - x.flip(1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        ddp.check_sync()
+        same.append(same_on_all_ranks(values(net)))
+        file = io.BytesIO()
+        torch.save(net.state_dict(), file)
+        file.seek(0)
+        other = adapted(kind)
+        other.load_state_dict(torch.load(file, weights_only=False), assign=True)
+        is_loaded = values(other) == values(net)
+        rows.append({"same": same, "learns": losses[-1] < losses[0], "loaded": is_loaded})
+    client.finish({"rows": rows})
