@@ -105,24 +105,6 @@ def test_a_script_that_fails_shows_its_last_lines() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("words", "compared", "sentence"),
-    [
-        ((UNUSUAL, ENDLESS), 3, "others may differ from it by more."),
-        ((PLANTED, "1"), 1, "it made 1 step, and 2 are needed for times"),
-        (("--one-at-a-time", PLANTED, ENDLESS), 4, "steps 21 to"),
-    ],
-)
-def test_one_launch_of_a_script_is_compared(words: Any, compared: int, sentence: str) -> None:
-    code, found, _ = compare(*ONE_LAUNCH, *words)
-    assert code in (0, 1), found
-    assert len(states(found)) >= compared
-    assert {*states(found)} == {"identical bits"}
-    assert len(found["launches"]) == 1
-    assert sentence in " ".join([*found["verdict"]["sentences"], found["stopped"]])
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("steps", [2, 20, 60])
 def test_a_short_script_is_compared_in_whole_launches(steps: int) -> None:
     code, found, lines = compare("--seconds", "40", PLANTED, str(steps))

@@ -62,14 +62,6 @@ def test_two_ranks_show_versions_devices_and_the_line():
     assert [line for line in lines if line in heads] == heads
 
 
-@pytest.mark.thorough
-def test_a_variable_that_turns_memory_off_is_the_reason():
-    code, lines = report(TRITONDDP_PEER_MEMORY="0")
-    assert code == 0
-    assert "TRITONDDP_PEER_MEMORY is 0" in value(lines, "transport")
-    assert any(re.match(r"    int8: exposed .* to quantize", line) for line in lines)
-
-
 @pytest.mark.long
 def test_a_rank_that_dies_is_named(tmp_path):
     dies = "import os\nif os.environ.get('RANK') == '1':\n    os.kill(os.getpid(), 9)\n"

@@ -238,19 +238,3 @@ def test_a_script_that_fails_before_it_wraps_shows_its_own_error(
     assert bool(re.search(pattern, line)) is is_known
     assert "does the script wrap one" not in line.lower()
     assert "Failed to initialize NumPy" not in done.stderr
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("steps", "code", "line"),
-    [
-        ("3", 0, "tritonddp run: tritonddp wrapped 1 model in each of 2 processes\n"),
-        ("no number", 1, "invalid literal for int() with base 10: 'no number'"),
-    ],
-)
-def test_the_exit_code_is_that_of_torchrun(steps: str, code: int, line: str) -> None:
-    script = ROOT / "tests" / "cli" / "programs" / "planted.py"
-    words = ("-m", "tritonddp", "run", "--nproc-per-node", "2", script, steps)
-    done = launched.run(*words, nproc=None, env={"PYTHONPATH": str(ROOT)})
-    assert done.returncode == code
-    assert line in done.stderr

@@ -110,7 +110,7 @@ def test_a_later_handler_that_calls_ours_stays(
     assert calls == ["later", "former"]
 
 
-@pytest.mark.parametrize("number", [INT, signal.SIGWINCH, signal.SIGCONT])
+@pytest.mark.parametrize("number", [INT, signal.SIGWINCH])
 def test_a_signal_that_did_nothing_does_nothing_the_second_time(number: int, asked: Asked) -> None:
     before = signal.signal(number, signal.SIG_IGN if number == INT else signal.SIG_DFL)
     ours = tritonddp.stop_on_signal(number)
@@ -123,17 +123,6 @@ def test_a_signal_that_did_nothing_does_nothing_the_second_time(number: int, ask
     assert asked.count == 1
     signal.signal(number, before)
     ours.remove()
-
-
-def test_a_second_interrupt_is_a_keyboard_interrupt(asked: Asked) -> None:
-    before = signal.signal(INT, signal.default_int_handler)
-    tritonddp.stop_on_signal(INT)
-    signal.raise_signal(INT)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(INT)
-    assert asked.count == 1
-    signal.signal(INT, before)
 
 
 def test_the_line_in_the_log_takes_no_lock_that_the_main_thread_holds(asked: Asked) -> None:
