@@ -107,38 +107,36 @@ def check_network(content: Content) -> None:
         assert name == "unwrapped" or payload < one["tx_bytes"] < 1.2 * payload, name
 
 
-RUNS: dict[str, tuple[str, int | None, Callable[[Content], None]]] = {
-    "step branchy": ("step/step.py --models branchy --rounds 2 --builds 1", 2, check_step),
-    "step, fewer bytes": (
-        "step/step.py --models mlp --rounds 2 --builds 1 --families copies bf16 int8",
-        2,
-        check_fewer_bytes,
-    ),
-    "errors": (
-        "convergence/errors.py --steps 12 --seeds 3 --wires fp32 int8 'int8 without feedback' "
-        "'two levels: int8' 'int8 of everything'",
-        4,
-        check_errors,
-    ),
-    "network": (
-        "network/network.py --models mlp --hosts 2 --rounds 2 --rates 1gbit none",
-        None,
-        check_network,
-    ),
-}
-LONG = ("step branchy",)
+STEP = "step/step.py --rounds 2 --builds 1 --models"
+WIRES = "fp32 int8 'int8 without feedback' 'two levels: int8' 'int8 of everything'"
+NETWORK = "network/network.py --models mlp --hosts 2 --rounds 2 --rates 1gbit none"
+THOROUGH = pytest.mark.thorough
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.long if n in LONG else pytest.mark.thorough) for n in RUNS],
+    ("command", "nproc", "check"),
+    [
+        pytest.param(f"{STEP} branchy", 2, check_step, marks=pytest.mark.long),
+        pytest.param(f"{STEP} mlp", 2, check_step, marks=THOROUGH),
+        pytest.param(
+            f"{STEP} mlp --families copies bf16 int8", 2, check_fewer_bytes, marks=THOROUGH
+        ),
+        pytest.param(
+            f"convergence/errors.py --steps 12 --seeds 3 --wires {WIRES}",
+            4,
+            check_errors,
+            marks=THOROUGH,
+        ),
+        pytest.param(NETWORK, None, check_network, marks=THOROUGH),
+    ],
 )
-def test_it_runs(name: str, tmp_path: Path) -> None:
-    arguments, nproc, check = RUNS[name]
-    if name == "network":
+def test_a_benchmark_counts_right(
+    command: str, nproc: int | None, check: Callable[[Content], None], tmp_path: Path
+) -> None:
+    if command == NETWORK:
         with hosts_or_skip(2):
             pass
-    content = measured(arguments, tmp_path / "result.json", nproc=nproc)[0]
+    content, _ = measured(command, tmp_path / "result.json", nproc=nproc)
     assert content["machine"]["torch"] == torch.__version__
     check(content)
 
@@ -210,7 +208,7 @@ def test_a_planted_slowdown_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "arguments", "said"),
+    ("module", "arguments", "text"),
     [
         ("step.step", "--rounds 0", "should be at least 1"),
         ("step.compare", "--base no-such-revision", "'no-such-revision' names no commit of"),
@@ -219,10 +217,10 @@ def test_a_planted_slowdown_is_found(tmp_path: Path) -> None:
         ("report.report", "--check --from local", "--from goes with --figures"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(
+def test_wrong_arguments_are_refused(
     module: str,
     arguments: str,
-    said: str,
+    text: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -233,4 +231,4 @@ def test_arguments_that_make_no_sense_are_refused(
     except SystemExit as end:
         status = end.code
     assert status == 2
-    assert said in capsys.readouterr().err
+    assert text in capsys.readouterr().err
