@@ -1,4 +1,4 @@
-"""The pages' figures are those of the result files, and whatever was measured can be rendered."""
+"""The figures of the pages are those of the result files; `make bench` and its parts."""
 
 import json
 import re
@@ -25,40 +25,29 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def changed(path: Path, median: float) -> None:
-    """Another ratio of the transformer in a step.json, and a model with an error."""
-    content = json.loads(path.read_text())
-    content["models"]["transformer"]["comparisons"]["copies"]["ours"]["median"] = median
-    content["models"]["bad"] = {"error": "wrong gradients"}
-    path.write_text(json.dumps(content))
-
-
-def copied_pages(folder: Path) -> list[Path]:
-    """README and docs/benchmarks*.md, to be written to."""
-    pages = [folder / page.name for page in report.PAGES]
-    for page, original in zip(pages, report.PAGES, strict=True):
-        page.write_text(original.read_text())
-    return pages
-
-
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     monkeypatch.setattr(sys, "argv", ["report.py", *map(str, arguments)])
     return report.main()
 
 
-def test_the_tree_s_tables_and_pages_are_those_of_its_result_files(
+def test_tables_and_pages_are_those_of_the_result_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert run(monkeypatch, "--check") == 0, "run: make figures"
 
 
-def test_figures_come_from_the_files_and_a_changed_one_is_noticed(
+def test_figures_are_read_from_the_files_and_a_changed_one_is_found(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "draw", lambda *_: None)
-    pages = readme, *others = copied_pages(folder)
+    pages = readme, *others = [folder / page.name for page in report.PAGES]
+    for page, original in zip(pages, report.PAGES, strict=True):
+        page.write_text(original.read_text())
     options = ("--results", folder, "--pages", *pages)
-    changed(folder / "cpu" / "step.json", 0.587)
+    content = json.loads((folder / "cpu" / "step.json").read_text())
+    content["models"]["transformer"]["comparisons"]["copies"]["ours"]["median"] = 0.587
+    content["models"]["bad"] = {"error": "wrong gradients"}
+    (folder / "cpu" / "step.json").write_text(json.dumps(content))
     assert run(monkeypatch, "--figures", *options) == 0
     text = readme.read_text()
     assert "backward of a transformer | 0.587 (" in text
@@ -85,11 +74,6 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
 # make bench
 
 
-def outcome_of(code: str, out: Path, seconds: float = 60) -> str:
-    part = bench.Part("part", seconds, shlex.join(["-c", code]))
-    return bench.run(part, time.monotonic() + seconds, out)
-
-
 @pytest.mark.parametrize(
     ("code", "outcome"),
     [
@@ -99,7 +83,8 @@ def outcome_of(code: str, out: Path, seconds: float = 60) -> str:
     ],
 )
 def test_a_part_is_ok_not_run_or_failed(code: str, outcome: str, tmp_path: Path) -> None:
-    assert outcome_of(code, tmp_path).startswith(outcome)
+    part = bench.Part("part", 60, shlex.join(["-c", code]))
+    assert bench.run(part, time.monotonic() + 60, tmp_path).startswith(outcome)
 
 
 def test_all_parts_together_are_under_ten_minutes() -> None:

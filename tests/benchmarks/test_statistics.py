@@ -1,4 +1,4 @@
-"""Statistics of rounds say what they should of samples whose truth is known, and so do verdicts."""
+"""Statistics, verdicts and limits of the benchmarks are right for samples whose truth is known."""
 
 import random
 
@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.base.paired import Ratio, overhead_ratio, paired_ratio
 from benchmarks.models.configurations import UNWRAPPED, families, on_cards
+from benchmarks.network.result import frame_bytes, step_limit
 from benchmarks.report import verdicts
 from benchmarks.step.comparison import Bound, Comparison, IdleError, check_exchange
 
@@ -15,7 +16,7 @@ def noisy(value: float, number: int, seed: int, noise: float = 0.05) -> list[flo
     return [value * generator.lognormvariate(0, noise) for _ in range(number)]
 
 
-def test_what_slows_a_whole_round_down_cancels() -> None:
+def test_noise_of_a_whole_round_cancels() -> None:
     weather = noisy(1.0, 40, seed=0, noise=2.0)
     ratio = paired_ratio([1.1 * value for value in weather], weather)
     assert (ratio.median, ratio.low, ratio.high) == pytest.approx((1.1, 1.1, 1.1))
@@ -43,12 +44,14 @@ QUIET, SPREAD, NOISY = Ratio(1.0, 0.99, 1.01), Ratio(1.0, 0.96, 1.03), Ratio(1.0
         (Ratio(1.01, 0.98, 1.04), QUIET, CPU, "met"),
         (Ratio(1.03, 1.00, 1.06), QUIET, CPU, "missed"),
         (Ratio(1.03, 1.00, 1.06), SPREAD, CPU, "within spread"),
-        (Ratio(1.00, 0.95, 1.05), NOISY, CPU, "too noisy"),  # also what looks well
+        (Ratio(1.00, 0.95, 1.05), NOISY, CPU, "too noisy"),  # also a good median
         (Ratio(0.89, 0.85, 0.93), QUIET, BRANCHY, "met"),
         (Ratio(0.91, 0.89, 0.93), SPREAD, BRANCHY, "missed"),  # no allowance for spread
     ],
 )
-def test_ratio(ours: Ratio, again: Ratio, bound: Bound, expected: str) -> None:
+def test_a_bound_is_met_or_missed_unless_noise_hides_it(
+    ours: Ratio, again: Ratio, bound: Bound, expected: str
+) -> None:
     one = Comparison("ours", "stock", ours, [ours.median], again, QUIET)
     assert one.verdict(bound) == expected
 
@@ -62,7 +65,7 @@ def test_ratio(ours: Ratio, again: Ratio, bound: Bound, expected: str) -> None:
         ([[1.9] * 6, [1.9] * 6, [2.1] * 6], 1, "not resolved"),  # builds differ
         ([[1.9] * 2] * 3, 1, "below"),  # 6 rounds of 6
         ([[1.9] * 2] * 3, 2, "not resolved"),  # but one of several rows
-        ([[1.9995] * 6] * 3, 1, "too noisy"),  # two bare models lie farther apart
+        ([[1.9995] * 6] * 3, 1, "too noisy"),  # two unwrapped models differ by more
     ],
 )
 def test_a_verdict_needs_builds_rounds_and_less_noise(
@@ -72,7 +75,7 @@ def test_a_verdict_needs_builds_rounds_and_less_noise(
     assert verdicts.Paired.of(ours, its, (bare, again), rows).verdict == expected
 
 
-def test_who_sends_nothing_is_not_compared() -> None:
+def test_a_contender_that_sends_nothing_is_not_compared() -> None:
     (family,) = on_cards(["copies"], lambda ours: [1.0], alone=True)
     sent = {each.name: 8 for each in (*family.stock, family.ours)} | {"ours idle": 0}
     check_exchange([family], sent)
@@ -84,7 +87,7 @@ def test_who_sends_nothing_is_not_compared() -> None:
 
 
 @pytest.mark.parametrize("unused", [False, True])
-def test_the_best_of_stock_is_what_counts(unused: bool) -> None:
+def test_the_best_of_stock_is_the_reference(unused: bool) -> None:
     family = families(unused)[0]
     seconds = {each.name: [[3.0, 3.0], [3.0, 3.0]] for each in family.members}
     seconds[UNWRAPPED.name] = [[1.0, 1.0], [1.0, 1.0]]
@@ -93,3 +96,25 @@ def test_the_best_of_stock_is_what_counts(unused: bool) -> None:
     one = Comparison.of(family, seconds, seconds)
     assert (one.best, one.by_build) == (family.stock[-1].name, [1.25, 0.75])
     assert (one.ours.median, one.overhead.median) == (1.0, 1.0)
+
+
+FRAMED = 1514 / 1448
+BURST, FRAMES = 131_072, frame_bytes(1_250_000)
+
+
+@pytest.mark.parametrize(
+    ("ready", "buckets", "burst", "compute", "line"),
+    [
+        ([0.1], 1, 0, 0.1, 0.1 * FRAMED),
+        # Compute while the line is busy costs nothing; a line may wait for a late bucket.
+        ([0.1, 0.19], 2, 0, 0.1, 0.2 * FRAMED),
+        ([0.1, 0.5], 2, 0, 0.5 - 0.1 * FRAMED, 0.2 * FRAMED),
+        # A burst is free after a pause.
+        ([0.0], 1, BURST, 0.0, (FRAMES - BURST) / 12.5e6),
+    ],
+)
+def test_the_limit_of_two_hosts_at_100_mbit(
+    ready: list[float], buckets: int, burst: int, compute: float, line: float
+) -> None:
+    limit = step_limit(ready, [1_250_000] * buckets, 2, 100e6, burst)
+    assert (limit.compute, limit.line) == (pytest.approx(compute), pytest.approx(line))

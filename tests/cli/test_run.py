@@ -1,6 +1,7 @@
 """``tritonddp run``: who imports torch's class gets tritonddp's, and sees nothing else of it."""
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 import launched
 import pytest
 import torch.distributed.run
+from launched import ROOT
 
 from tritonddp.cli import run
 from tritonddp.cli.injection import FOLDER, RUN, environment, wrapped_models
@@ -33,6 +35,8 @@ def work(rank, file):
 if __name__ == "__main__":
     torch.multiprocessing.spawn(work, sys.argv[1:2])
 """
+HIDDEN = "hidden = 'the hidden one has run'"
+BROKEN = "raise ImportError('no triton here')"
 
 
 @pytest.mark.long
@@ -41,9 +45,9 @@ def test_spawned_processes_and_hidden_modules(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     counts.mkdir()
     hidden.mkdir()
-    (hidden / "sitecustomize.py").write_text("hidden = 'the hidden one has run'")
+    (hidden / "sitecustomize.py").write_text(HIDDEN)
     variables = environment(RUN, folder=str(counts))
-    path = [variables["PYTHONPATH"], str(hidden), str(launched.ROOT)]
+    path = [variables["PYTHONPATH"], str(hidden), str(ROOT)]
     variables["PYTHONPATH"] = os.pathsep.join(path)
     store = str(tmp_path / "store")
     done = launched.run(script, store, "--lr", "0.1", nproc=None, env=variables)
@@ -69,10 +73,9 @@ def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_process_without_torch_imports_nothing_more() -> None:
-    listed = "import sys; print(sorted(set(sys.modules)))"
-    plain = python("-c", listed, PYTHONPATH="").stdout
-    injected = python("-c", listed).stdout
-    more = set(eval(injected)) - set(eval(plain))  # lists of names, that this test has had printed
+    listed = "import sys, json; print(json.dumps(sorted(set(sys.modules))))"
+    plain, injected = python("-c", listed, PYTHONPATH=""), python("-c", listed)
+    more = set(json.loads(injected.stdout)) - set(json.loads(plain.stdout))
     assert "sitecustomize" in more
     assert not [name for name in more if name.startswith(("torch", "tritonddp"))]
     assert len(more) < 40, more
@@ -93,32 +96,31 @@ print(sitecustomize.hidden, torch.nn.parallel.DistributedDataParallel.__module__
 
 
 def test_torch_may_have_been_imported_before(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("hidden = 'the hidden one has run'")
+    (tmp_path / "sitecustomize.py").write_text(HIDDEN)
     packages = [each for each in sys.path if each.endswith("site-packages")]
-    path = os.pathsep.join([str(FOLDER), str(tmp_path), str(launched.ROOT), *packages])
+    path = os.pathsep.join([str(FOLDER), str(tmp_path), str(ROOT), *packages])
     script = tmp_path / "scripts" / "script.py"
     script.parent.mkdir()
     script.write_text(EARLY)
     done = python("-S", str(script), PYTHONPATH=path)
     assert done.stdout == "the hidden one has run tritonddp.wrapper\n", done.stderr
     (tmp_path / "tritonddp").mkdir()
-    (tmp_path / "tritonddp" / "__init__.py").write_text("raise ImportError('no triton here')")
+    (tmp_path / "tritonddp" / "__init__.py").write_text(BROKEN)
     broken = python("-S", str(script), PYTHONPATH=path)
     assert broken.returncode == 1
     assert "no triton here" in broken.stderr
     assert broken.stdout == ""
 
 
-def test_what_cannot_be_replaced_is_said(tmp_path: Path) -> None:
+def test_a_class_that_cannot_be_replaced_is_named(tmp_path: Path) -> None:
     """Another environment keeps torch's class; an error of ours ends the import of torch."""
     (tmp_path / "torch.py").touch()
     (tmp_path / "tritonddp").mkdir()
-    (tmp_path / "tritonddp" / "__init__.py").write_text("raise ImportError('no triton here')")
+    (tmp_path / "tritonddp" / "__init__.py").write_text(BROKEN)
     script = tmp_path / "script.py"
     script.write_text("import torch; print('imported')")
-    variables = environment(RUN, folder="/nowhere")
-    other = variables["TRITONDDP_SESSION"].replace(sys.prefix, "/another")
-    elsewhere = python(str(script), TRITONDDP_SESSION=other)
+    session = environment(RUN, folder="/nowhere")["TRITONDDP_SESSION"]
+    elsewhere = python(str(script), TRITONDDP_SESSION=session.replace(sys.prefix, "/another"))
     assert elsewhere.stdout == "imported\n"
     assert "is not of the environment /another" in elsewhere.stderr
     broken = python(str(script))
@@ -128,52 +130,42 @@ def test_what_cannot_be_replaced_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "is_standalone", "ranks"),
+    ("words", "nnodes", "expected"),
     [
-        (["train.py", "--standalone-looking", "-m"], True, "2"),
-        (["--nproc-per-node", "3", "train.py"], True, "3"),
-        (["--nnodes", "2", "--rdzv-endpoint", "host:1", "train.py"], False, "1"),
-        (["--master-port", "1234", "train.py"], False, "1"),
+        ("train.py --standalone-looking -m", "", (True, "2")),
+        ("--nproc-per-node 3 train.py", "", (True, "3")),
+        ("--nnodes 2 --rdzv-endpoint host:1 train.py", "", (False, "1")),
+        ("--master-port 1234 train.py", "", (False, "1")),
+        ("train.py", "2", (False, "1")),
     ],
 )
-def test_torchrun_gets_what_was_typed(
-    words: list[str],
-    is_standalone: bool,
-    ranks: str,
+def test_torchrun_gets_the_words_and_its_variables(
+    words: str,
+    nnodes: str,
+    expected: Any,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
+    capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    got: list[Any] = []
-    monkeypatch.setattr(torch.distributed.run, "run", got.append)
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.distributed.run, "run", calls.append)
     for name in ("PYTHONPATH", "TRITONDDP_SESSION"):
-        monkeypatch.setenv(name, "")  # taken back in the end
-    assert main(["run", *words]) == 0
-    (arguments,) = got
-    assert bool(arguments.standalone) is is_standalone
-    assert arguments.nproc_per_node == ranks
-    script = words.index("train.py")
+        monkeypatch.setenv(name, "")  # restored at the end
+    if nnodes:
+        monkeypatch.setenv("PET_NNODES", nnodes)
+    assert main(["run", *words.split()]) == 0
+    (arguments,) = calls
+    assert (bool(arguments.standalone), arguments.nproc_per_node) == expected
     assert arguments.training_script == "train.py"
-    assert arguments.training_script_args == words[script + 1 :]
+    assert arguments.training_script_args == words.partition("train.py")[2].split()
     assert os.environ["PYTHONPATH"].split(os.pathsep)[0] == str(FOLDER)
     assert "WARNING: no model was wrapped" in capsys.readouterr().err
 
 
-def test_torchruns_variables_are_heeded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    got: list[Any] = []
-    monkeypatch.setattr(torch.distributed.run, "run", got.append)
-    for name, value in {"PYTHONPATH": "", "TRITONDDP_SESSION": "", "PET_NNODES": "2"}.items():
-        monkeypatch.setenv(name, value)
-    (tmp_path / "train.py").touch()
-    assert main(["run", str(tmp_path / "train.py")]) == 0
-    (arguments,) = got
-    assert (arguments.standalone, arguments.nnodes, arguments.nproc_per_node) == (False, "2", "1")
-
-
 def test_all_options_of_torchrun_are_known() -> None:
-    """Whether each takes a value as well: it decides which word is the script."""
+    """And whether each takes a value: it decides which word is the script."""
     parser = argparse.ArgumentParser(add_help=False)
     run.add_arguments(parser)
     found, expected = (
@@ -183,61 +175,66 @@ def test_all_options_of_torchrun_are_known() -> None:
     assert found == {each for each in expected if each[0] != "help"}
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--version"], "tritonddp 0."),
-        (["run", "--help"], "--rdzv-endpoint"),
-        (["run", "nosuch.py"], "tritonddp run: error: there is no file nosuch.py"),
-        (["run", "--nproc-per-node", "0", __file__], "0 is no number of ranks"),
-        (["run", "--no-such-option", __file__], "unrecognized arguments: --no-such-option"),
-        (["compare", "nosuch.py"], "tritonddp compare: error: there is no file nosuch.py"),
-        (["compare", "--nproc-per-node", "0", __file__], "0 is no number of ranks"),
-        (["doctor", "--nproc-per-node", "none"], "invalid"),
-    ],
-)
-def test_an_answer_that_needs_no_torch_comes_without_it(words: list[str], said: str) -> None:
-    """Torch cannot be imported here, nor what of tritonddp needs it."""
-    code = "import sys; sys.modules['torch._C'] = None; from tritonddp.cli.main import main; "
-    done = launched.run("-c", f"{code}sys.exit(main({words!r}))", nproc=None)
-    assert said in done.stdout + done.stderr
+ANSWERS = {
+    "--version": (0, "tritonddp 0."),
+    "run --help": (0, "--rdzv-endpoint"),
+    "run nosuch.py": (2, "tritonddp run: error: there is no file nosuch.py"),
+    "run --nproc-per-node 0 train.py": (2, "0 is no number of ranks"),
+    "run --no-such-option train.py": (2, "unrecognized arguments: --no-such-option"),
+    "compare nosuch.py": (2, "tritonddp compare: error: there is no file nosuch.py"),
+    "compare --html /no/a.html train.py": (2, "compare: error: there is no folder /no"),
+    "compare --nproc-per-node 0 train.py": (2, "0 is no number of ranks"),
+    "doctor --nproc-per-node none": (2, "invalid"),
+}
+WITHOUT_TORCH = """
+import contextlib, io, json, sys
+sys.modules["torch._C"] = None
+from tritonddp.cli.main import main
+for words in json.loads(sys.argv[1]):
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        try:
+            code = main(words.split())
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([code, shown.getvalue()]))
+"""
+
+
+def test_an_answer_that_needs_no_torch_comes_without_it(tmp_path: Path) -> None:
+    """Torch cannot be imported here, nor the modules of tritonddp that need it."""
+    (tmp_path / "train.py").touch()
+    words, env = json.dumps([*ANSWERS]), {"PYTHONPATH": str(ROOT)}
+    done = launched.run("-c", WITHOUT_TORCH, words, nproc=None, cwd=tmp_path, env=env)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    for given, (expected, text), (code, shown) in zip(
+        ANSWERS, ANSWERS.values(), found, strict=True
+    ):
+        assert code == expected, given
+        assert text in shown, given
     assert "Traceback" not in done.stderr
-    assert done.returncode == (0 if words[-1].startswith("--") else 2)
 
 
-def test_models_are_told_by_process() -> None:
+def test_the_summary_counts_models_by_process() -> None:
     assert run.summary([1, 1]) == "tritonddp wrapped 1 model in each of 2 processes"
     assert run.summary([1]) == "tritonddp wrapped 1 model in 1 process"
     assert run.summary([2, 1]) == "tritonddp wrapped 1 model in 1 process, 2 models in 1 process"
 
 
 @pytest.mark.parametrize(("before", "is_known"), [("import torch", True), ("", False)])
-def test_a_script_that_fails_before_it_wraps_is_told_its_own_error(
+def test_a_script_that_fails_before_it_wraps_shows_its_own_error(
     before: str, is_known: bool, tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"{before}\nraise ValueError('no data here')")
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError")
     words = ("-m", "tritonddp", "run", script)
-    done = launched.run(*words, nproc=None, env={"PYTHONPATH": str(launched.ROOT)})
+    done = launched.run(*words, nproc=None, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 1
     (line,) = [each for each in done.stderr.splitlines() if each.startswith("tritonddp run:")]
     assert "failed" in line
     # Both ranks fail; torchrun names the one that ended first.
-    told = re.search(r"before it wrapped a model: rank [01]: ValueError: no data here", line)
-    assert (told is not None) is is_known
+    pattern = r"before it wrapped a model: rank [01]: ValueError: no data here"
+    assert bool(re.search(pattern, line)) is is_known
     assert "does the script wrap one" not in line.lower()
     assert "Failed to initialize NumPy" not in done.stderr
-
-
-@pytest.mark.thorough
-def test_the_exit_code_is_torchruns() -> None:
-    script = launched.ROOT / "tests" / "cli" / "programs" / "planted.py"
-    variables = {"PYTHONPATH": str(launched.ROOT)}
-    words = ("-m", "tritonddp", "run", "--nproc-per-node", "2", script)
-    done = launched.run(*words, "3", nproc=None, env=variables)
-    assert done.returncode == 0, done.stderr
-    assert "tritonddp run: tritonddp wrapped 1 model in each of 2 processes\n" in done.stderr
-    done = launched.run(*words, "no number", nproc=None, env=variables)
-    assert done.returncode == 1
-    assert "invalid literal for int() with base 10: 'no number'" in done.stderr

@@ -1,9 +1,13 @@
-"""What a script saves under ``tritonddp compare`` stays apart from the user's files."""
+"""Under ``tritonddp compare`` the files of a script stay apart from the user's files."""
 
+import importlib.util
 from pathlib import Path
 
 import launched
 import pytest
+import torch
+
+ENV = {"PYTHONPATH": str(launched.ROOT)}
 
 PROGRAM = """
 import glob, os, shutil, sys
@@ -72,21 +76,13 @@ print("saved and loaded")
 
 
 def test_files_of_the_user_stay_as_they_are(tmp_path: Path) -> None:
-    import torch
-
-    try:
-        import safetensors  # noqa: F401
-    except ImportError:
-        more = []
-    else:
-        more = ["safetensors"]
+    more = ["safetensors"] if importlib.util.find_spec("safetensors") else []
     home, scratch, script = (tmp_path / name for name in ("home", "scratch", "script.py"))
     (home / "folder").mkdir(parents=True)
     torch.save({"step": 7}, home / "own.pt")
     before = (home / "own.pt").read_bytes()
     script.write_text(PROGRAM)
-    env = {"PYTHONPATH": str(launched.ROOT)}
-    done = launched.run(script, scratch, *more, nproc=None, env=env, cwd=home)
+    done = launched.run(script, scratch, *more, nproc=None, env=ENV, cwd=home)
     assert done.stdout == "saved and loaded\n", done.stderr
     made = Path(f"{scratch}.folders").read_text().splitlines()
     folders = [path for path in made if not path.startswith(str(scratch))]
@@ -97,30 +93,32 @@ def test_files_of_the_user_stay_as_they_are(tmp_path: Path) -> None:
     assert (home / "own.pt").read_bytes() == before
 
 
+# As PyTorch's tutorial: a script that loads its snapshot if there is one.
+RESUMING = """
+import os, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+net, first = torch.nn.Linear(8, 8), 0
+if os.path.exists("snapshot.pt"):
+    first = torch.load("snapshot.pt")["step"]
+model = DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(first, 10):
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    if dist.get_rank() == 0:
+        torch.save({"step": step + 1}, "snapshot.pt")
+dist.destroy_process_group()
+"""
+
+
 @pytest.mark.long
 def test_no_launch_resumes_from_the_file_of_another(tmp_path: Path) -> None:
-    """As PyTorch's tutorial does: a script that loads its snapshot if there is one."""
     script = tmp_path / "train.py"
-    script.write_text(
-        "import os, torch, torch.distributed as dist\n"
-        "from torch.nn.parallel import DistributedDataParallel\n"
-        "torch.set_num_threads(1)\n"
-        "dist.init_process_group('gloo')\n"
-        "net, first = torch.nn.Linear(8, 8), 0\n"
-        "if os.path.exists('snapshot.pt'):\n"
-        "    first = torch.load('snapshot.pt')['step']\n"
-        "model = DistributedDataParallel(net)\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
-        "for step in range(first, 10):\n"
-        "    model(torch.randn(4, 8)).sum().backward()\n"
-        "    optimizer.step()\n"
-        "    if dist.get_rank() == 0:\n"
-        "        torch.save({'step': step + 1}, 'snapshot.pt')\n"
-        "dist.destroy_process_group()\n"
-    )
+    script.write_text(RESUMING)
     words = ("-m", "tritonddp", "compare", "--seconds", "0", script)
-    env = {"PYTHONPATH": str(launched.ROOT)}
-    done = launched.run(*words, nproc=None, env=env, cwd=tmp_path, timeout=300)
+    done = launched.run(*words, nproc=None, env=ENV, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "steps 6 to 10 of 1 whole launch of each" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

@@ -1,144 +1,110 @@
-"""Gradients of two contenders beside each other: same bits, rounding, or wrong."""
+"""Gradients of two contenders: identical bits, rounding, or wrong."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tritonddp.cli.comparison.values import (
-    DIFFERENT,
-    IDENTICAL,
-    ROUNDING,
-    Captured,
-    Finding,
-    capture,
-    judge,
-)
+from tritonddp.cli.comparison import values
+from tritonddp.cli.comparison.values import DIFFERENT, IDENTICAL, ROUNDING, Captured, judge
+
+# Captures the gradients of a model after some changes.
+Take = Callable[..., Captured]
 
 
 class Wrapper(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.module = module
+        torch.manual_seed(0)
+        self.module = nn.Linear(20, 10)
+        self.module(torch.randn(4, 20)).square().sum().backward()
 
 
 @pytest.fixture
-def model() -> nn.Linear:
-    torch.manual_seed(0)
-    linear = nn.Linear(20, 10)
-    linear(torch.randn(4, 20)).square().sum().backward()
-    return linear
+def take(tmp_path: Path) -> Take:
+    def captured(*changes: Any, other_rank: str | None = None) -> Captured:
+        wrapper = Wrapper()
+        for change in changes:
+            change(wrapper.module)
+        path = tmp_path / str(len(list(tmp_path.iterdir())))
+        found = values.capture([wrapper], "gradient", str(path))
+        return {0: found, 1: {"digest": other_rank or found["digest"]}}
+
+    return captured
 
 
-def taken(model: nn.Module, folder: Path, others: tuple[str, ...] = ()) -> Captured:
-    path = folder / str(len(list(folder.iterdir())))
-    found = capture([Wrapper(model)], "gradient", str(path))
-    digests = others or (found["digest"],)
-    return {0: found, **{rank: {"digest": each} for rank, each in enumerate(digests, start=1)}}
+def nothing(model: nn.Linear) -> None:
+    pass
 
 
-def judged(
-    *captures: Captured, title: str = "gradients of step 1", second: Captured | None = None
-) -> Finding:
-    first, other = captures
-    if second is None:
-        return judge(title, [(first, other)])
-    return judge(title, [(first, other), (second, other)])
+def last_bit(model: nn.Linear) -> None:
+    model.weight.grad[1, 1].mul_(1 + 2**-22)
 
 
-def test_the_same_bits(model: nn.Linear, tmp_path: Path) -> None:
-    found = judged(taken(model, tmp_path), taken(model, tmp_path))
-    assert (found.state, found.largest, found.is_wrong) == (IDENTICAL, 0, False)
-
-
-def test_a_last_bit_is_rounding(model: nn.Linear, tmp_path: Path) -> None:
-    before = taken(model, tmp_path)
-    model.weight.grad[0, 0].mul_(1 + 2**-22)
-    found = judged(before, taken(model, tmp_path))
-    assert found.state == ROUNDING
-    assert 0 < found.largest < 1e-6
-    assert not found.is_wrong
-
-
-@pytest.mark.parametrize("step", [1, 2])
-def test_one_wrong_gradient_is_found_and_named(model: nn.Linear, tmp_path: Path, step: int) -> None:
-    before = taken(model, tmp_path)
+def wrong_bias(model: nn.Linear) -> None:
     model.bias.grad.mul_(1.01)
-    found = judged(before, taken(model, tmp_path), title=f"gradients of step {step}")
-    assert (found.state, list(found.names), found.is_wrong) == (DIFFERENT, ["bias"], True)
+
+
+def infinity(model: nn.Linear) -> None:
+    model.weight.grad[0, 0] = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("both", "change", "state", "names"),
+    [
+        (nothing, nothing, IDENTICAL, []),
+        (nothing, last_bit, ROUNDING, []),
+        (nothing, wrong_bias, DIFFERENT, ["bias"]),
+        (nothing, lambda m: m.bias.grad.fill_(float("nan")), DIFFERENT, ["bias"]),
+        (nothing, lambda m: setattr(m.bias, "grad", None), DIFFERENT, ["bias"]),
+        (nothing, infinity, DIFFERENT, ["weight"]),
+        # Infinities of both are the same, and hide no other difference.
+        (infinity, last_bit, ROUNDING, []),
+        (infinity, wrong_bias, DIFFERENT, ["bias"]),
+        # A bias before a normalization has a gradient of nothing but rounding.
+        (lambda m: m.bias.grad.fill_(1e-9), lambda m: m.bias.grad.neg_(), ROUNDING, []),
+    ],
+)
+def test_a_difference_is_rounding_or_wrong_and_named(
+    both: Any, change: Any, state: str, names: list[str], take: Take
+) -> None:
+    for step in (1, 2):
+        found = judge(f"gradients of backward {step}", [(take(both), take(both, change))])
+        assert (found.state, list(found.names)) == (state, names)
+        assert found.is_wrong is (state == DIFFERENT)
+        assert (found.largest == 0) is (state == IDENTICAL)
+
+
+def test_one_wrong_launch_is_found_with_its_size(take: Take) -> None:
+    found = judge("gradients of step 1", [(take(), take())] * 2 + [(take(), take(wrong_bias))])
+    assert (found.state, list(found.names)) == (DIFFERENT, ["bias"])
     assert found.largest == pytest.approx(0.01, rel=1e-3)
 
 
-def test_what_is_wrong_in_one_launch_alone_is_found(model: nn.Linear, tmp_path: Path) -> None:
-    right = taken(model, tmp_path)
-    model.bias.grad.mul_(1.01)
-    wrong = taken(model, tmp_path)
-    found = judge("gradients of step 1", [(right, right)] * 2 + [(right, wrong)])
-    assert (found.state, list(found.names)) == (DIFFERENT, ["bias"])
+def test_two_launches_of_stock_show_that_a_script_is_not_deterministic(take: Take) -> None:
+    def noise(model: nn.Linear) -> None:
+        model.weight.grad.mul_(1.001)
 
-
-@pytest.mark.parametrize("value", [float("nan"), None])
-def test_a_gradient_that_is_missing_or_not_a_number_is_wrong(
-    model: nn.Linear, tmp_path: Path, value: float | None
-) -> None:
-    before = taken(model, tmp_path)
-    if value is None:
-        model.bias.grad = None
-    else:
-        model.bias.grad.fill_(value)
-    found = judged(before, taken(model, tmp_path))
-    assert (found.state, list(found.names)) == (DIFFERENT, ["bias"])
-
-
-def test_infinities_of_both_are_the_same_and_do_not_hide_what_else_differs(
-    model: nn.Linear, tmp_path: Path
-) -> None:
-    model.weight.grad[0, 0] = float("inf")
-    before = taken(model, tmp_path)
-    model.weight.grad[1, 1].mul_(1 + 2**-22)
-    found = judged(before, taken(model, tmp_path))
-    assert (found.state, found.is_wrong) == (ROUNDING, False)
-    model.bias.grad.mul_(1.01)
-    assert judged(before, taken(model, tmp_path)).names == ["bias"]
-    model.weight.grad[0, 1] = float("inf")
-    assert judged(before, taken(model, tmp_path)).names == ["weight", "bias"]
-
-
-def test_a_script_that_is_not_deterministic_is_told_by_stock_beside_itself(
-    model: nn.Linear, tmp_path: Path
-) -> None:
-    captures = []
-    for factor in (1.0, 1.001, 1.001):
-        model.weight.grad.mul_(factor)
-        captures.append(taken(model, tmp_path))
-    first, second, other = captures
-    found = judged(first, other, second=second)
+    found = judge("", [(take(), take(noise, noise)), (take(noise), take(noise, noise))])
     assert found.of_stock == pytest.approx(0.001, rel=1e-3)
     assert found.state == ROUNDING
 
 
-def test_ranks_that_differ_are_wrong_unless_stocks_do_too(model: nn.Linear, tmp_path: Path) -> None:
-    alike, apart = taken(model, tmp_path), taken(model, tmp_path, others=("something else",))
-    assert judged(alike, apart).is_wrong
-    assert judged(alike, apart).shared == (True, False)
-    assert not judged(apart, apart).is_wrong
+def test_ranks_that_differ_are_wrong_unless_those_of_stock_do_too(take: Take) -> None:
+    same, apart = take(), take(other_rank="something else")
+    found = judge("", [(same, apart)])
+    assert (found.is_wrong, found.shared) == (True, (True, False))
+    assert not judge("", [(apart, apart)]).is_wrong
 
 
-def test_a_gradient_of_nothing_but_rounding_is_not_wrong(model: nn.Linear, tmp_path: Path) -> None:
-    """That of a bias before a normalization: relative to itself all of it is different."""
-    model.bias.grad.fill_(1e-9)
-    before = taken(model, tmp_path)
-    model.bias.grad.fill_(-1e-9)
-    assert judged(before, taken(model, tmp_path)).state == ROUNDING
-
-
-def test_of_a_large_model_a_part_is_written(
-    model: nn.Linear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_only_a_part_of_a_large_model_is_written(
+    take: Take, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tritonddp.cli.comparison.values._BYTES", 84)
-    found = taken(model, tmp_path)
-    values = torch.load(found[0]["path"])
-    assert sum(value.numel() for value in values.values()) == 19 + 1
+    monkeypatch.setattr(values, "_BYTES", 84)
+    written = torch.load(take()[0]["path"])
+    assert sum(value.numel() for value in written.values()) == 19 + 1
     # 11 elements apart: no column of 20 is left out.
-    assert torch.equal(values["weight"], model.weight.grad.flatten()[::11])
+    assert torch.equal(written["weight"], Wrapper().module.weight.grad.flatten()[::11])

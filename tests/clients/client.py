@@ -1,12 +1,4 @@
-"""What the scripts of this folder share: which class wraps, the same seed, and what is reported.
-
-Each script trains a small model with one library, as its users do:
-
-    torchrun --standalone --nproc-per-node 2 tests/clients/with_ignite.py --ddp triton
-
-Rank 0 prints a line of JSON at the end. ``--ddp stock`` must print the same ``bits``, and so must
-``--ddp in_place``, for which no class wraps: ``tritonddp.replicate`` is called here.
-"""
+"""What all libraries train with: which class wraps, the same seed, and the report at the end."""
 
 import argparse
 import hashlib
@@ -18,35 +10,30 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 _NAME = "DistributedDataParallel"
 _WARM_UP = 5  # steps
 
 
 class Client:
-    """One run of a script: its arguments, its steps, its report.
+    """One run: its arguments, its steps, its report.
 
     Attributes:
-        triton: whether tritonddp is to wrap or to replicate, and not torch's own class to wrap.
-        in_place: whether it is to replicate.
+        in_place: ``tritonddp.replicate`` takes the place of a wrapper.
+        triton: tritonddp wraps or replicates; otherwise torch's own class wraps.
     """
 
-    def __init__(self) -> None:
-        if "RANK" not in os.environ:
-            sys.exit(f"start it with torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--ddp", choices=["stock", "triton", "in_place"], required=True)
-        parser.add_argument("--unused", action="store_true", help="give the model a parameter more")
-        arguments = parser.parse_args()
-        self.triton, self._unused = arguments.ddp != "stock", arguments.unused
-        self.in_place = arguments.ddp == "in_place"
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.in_place, self.triton = arguments.ddp == "in_place", arguments.ddp != "stock"
+        self._unused = arguments.unused
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # What torch itself calls so, whatever its names stand for later.
         self._stock = nn.parallel.DistributedDataParallel
@@ -54,12 +41,12 @@ class Client:
         self._collectives: list[int] = []
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        random.seed(0)  # what fastai shuffles with
+        random.seed(0)  # fastai shuffles with it
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
 
     def replace_stock(self) -> None:
-        """Before the library is imported, if it takes torch's class by its name."""
+        """Call it before the import of a library that takes torch's class by its name."""
         if self.triton:
             import tritonddp
 
@@ -68,19 +55,16 @@ class Client:
                 tritonddp.replace_stock()
 
     def wrap(self, module: nn.Module, **options: Any) -> nn.Module:
-        """What users of a library do themselves, if that does not wrap."""
-        if self.in_place:
-            import tritonddp
+        """For libraries whose users wrap the model themselves."""
+        if not self.triton:
+            return self._stock(module, **options)
+        import tritonddp
 
-            return tritonddp.replicate(module, **options)
-        if self.triton:
-            from tritonddp import DistributedDataParallel
-
-            return DistributedDataParallel(module, **options)
-        return self._stock(module, **options)
+        make = tritonddp.replicate if self.in_place else tritonddp.DistributedDataParallel
+        return make(module, **options)
 
     def init_process_group(self) -> None:
-        """Where the library leaves it to its users."""
+        """For libraries that leave it to their users."""
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 
     def network(self) -> nn.Module:
@@ -98,23 +82,29 @@ class Client:
         )
 
     def altered(self, model: nn.Module) -> nn.Module:
-        """With ``--unused``, it gets a parameter that nothing uses."""
+        """With ``--unused``, the model gets a parameter that nothing uses."""
         if self._unused:
             model.register_parameter("unused", nn.Parameter(torch.zeros(3)))
         return model
 
-    def step_ended(self) -> None:
-        """To be called after each step of the optimizer, or of its attempts."""
+    def batches(self, size: int = 16) -> Iterator[tuple[Tensor, Tensor]]:
+        """The part of this rank of 16 batches; a step ends when the next batch is requested."""
+        for inputs, labels in DataLoader(images(16 * size), size):
+            yield inputs[self.rank :: self.world_size], labels[self.rank :: self.world_size]
+            self.step_ended()
+
+    def step_ended(self, *_: Any, **__: Any) -> None:
+        """Call it after each step of the optimizer; it can be the callback of a library."""
         self._ends.append(time.perf_counter())
         self._collectives.append(_collectives())
 
     def report(self, model: nn.Module, module: nn.Module, **found: Any) -> NoReturn:
-        """Compare the ranks, print what came of the training, and end the process.
+        """Compare the ranks, print the result of the training, and end the process.
 
         Args:
             model: as the library holds it while it trains: the wrapper, or the module itself.
-            module: the one inside, at the end of the training.
-            found: what else the test looks at.
+            module: the underlying one, at the end of the training.
+            found: other results that stock DDP and tritonddp must share.
         """
         bits: list[Any] = [None] * self.world_size
         dist.all_gather_object(bits, (_bits(module.parameters()), _bits(module.buffers())))
@@ -127,10 +117,10 @@ class Client:
 
             wrapper = tritonddp.ddp(model)
             found["in place"] = isinstance(wrapper.module, ReplicatedModule)
-        # The last one of that name: torchft's and MMEngine's are subclasses.
+        # The last class of that name: those of torchft and MMEngine are subclasses.
         *_, base = (kind for kind in type(wrapper).__mro__ if kind.__name__ == _NAME)
         found |= {
-            "model": _name(type(model)),
+            "model": f"{type(model).__module__}.{type(model).__qualname__}",
             "wrapped by": base.__module__.partition(".")[0],
             "is stock's": isinstance(wrapper, self._stock),
             "bits": bits,  # of parameters and buffers, rank by rank
@@ -139,23 +129,23 @@ class Client:
             "ms": round(statistics.median(times[_WARM_UP:]), 2),
             "collectives": counts[_WARM_UP:],
         }
+        self.finish(found)
+
+    def finish(self, found: Any) -> NoReturn:
+        """Print it on rank 0, and end the process."""
         if self.rank == 0:
             print(json.dumps(found), flush=True)
         dist.barrier()
-        # Not the interpreter's way out: a thread of gloo that has not let go of its last tensors
-        # by then waits for itself or aborts the process, with stock too.
+        # Skip the interpreter's exit: a thread of gloo that still holds its last tensors then waits
+        # for itself or aborts the process, with stock DDP too.
         sys.stdout.flush()
         os._exit(0)
 
 
-def images(count: int) -> tuple[Tensor, Tensor]:
-    """Random ones with labels, the same on all ranks."""
+def images(count: int) -> TensorDataset:
+    """Random images with labels, the same on all ranks."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(count, 1, 8, 8, generator=generator), torch.arange(count) % 10
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return TensorDataset(torch.randn(count, 1, 8, 8, generator=generator), torch.arange(count) % 10)
 
 
 def _bits(tensors: Iterable[Tensor]) -> str:

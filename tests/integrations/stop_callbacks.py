@@ -1,8 +1,8 @@
-"""Trains with a trainer whose callback stops all ranks: one of them gets SIGTERM in a step.
+"""Trains with a trainer whose callback stops all ranks: the last rank gets SIGTERM in a step.
 
     torchrun --standalone --nproc-per-node 2 tests/integrations/stop_callbacks.py lightning FOLDER
 
-Each rank prints where it stopped, what the second training began with, and the end of that.
+Each rank prints the step in which it stopped, the first step of the second training, and its last.
 """
 
 import json
@@ -21,15 +21,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 STEPS, ACCUMULATED, STRUCK = 12, 2, 5
 INPUTS, TARGETS = torch.randn(2, 200, 4, generator=torch.Generator().manual_seed(0))
+begins: list[int] = []  # steps of the optimizer, of both trainings
 
 
-def strike(step: int) -> None:
-    """In this step of the optimizer the last rank gets SIGTERM."""
-    if step == STRUCK and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+def begin(step: int) -> None:
+    """A step of the optimizer begins; the first training is struck in one."""
+    is_last_rank = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+    if step == STRUCK and STRUCK not in begins and is_last_rank:
         os.kill(os.getpid(), signal.SIGTERM)
+    begins.append(step)
 
 
-def with_lightning(folder: Path) -> dict[str, Any]:
+def with_lightning(folder: Path) -> list[int]:
     try:
         from lightning.pytorch import LightningModule, Trainer
     except ImportError:
@@ -37,26 +40,22 @@ def with_lightning(folder: Path) -> dict[str, Any]:
 
     from tritonddp.integrations.lightning import StopCallback, TritonDDPStrategy
 
-    begins: list[int] = []
-
     class Model(LightningModule):
-        def __init__(self, strikes: bool) -> None:
+        def __init__(self) -> None:
             super().__init__()
-            self.layer, self.strikes = nn.Linear(4, 4), strikes
+            self.layer = nn.Linear(4, 4)
 
         def training_step(self, batch: Any, index: int) -> Tensor:
-            begins.append(self.trainer.global_step)
-            if self.strikes and index % ACCUMULATED == 0:
-                strike(self.trainer.global_step)
+            if index % ACCUMULATED == 0:
+                begin(self.trainer.global_step)
             return F.mse_loss(self.layer(batch[0]), batch[1])
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
     path = folder / "preempted.ckpt"
-
-    def train(strikes: bool, ckpt_path: Path | None) -> Any:
-        begins.clear()
+    ends = []
+    for ckpt_path in (None, path):
         trainer = Trainer(
             strategy=TritonDDPStrategy(),
             accelerator="cpu",
@@ -70,19 +69,14 @@ def with_lightning(folder: Path) -> dict[str, Any]:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        model = Model(strikes)
-        trainer.fit(model, DataLoader(TensorDataset(INPUTS, TARGETS), 2), ckpt_path=ckpt_path)
-        return trainer
-
-    stopped = train(True, None)
-    assert path.exists(), "it is saved by all ranks together"
-    assert stopped.fit_loop.min_epochs == 1, "it is the user's again"
-    stopped_at = stopped.global_step
-    ended = train(False, path)
-    return {"stopped": stopped_at, "resumed": begins[0], "ended": ended.global_step}
+        trainer.fit(Model(), DataLoader(TensorDataset(INPUTS, TARGETS), 2), ckpt_path=ckpt_path)
+        ends.append(trainer.global_step)
+        assert path.exists(), "all ranks save it together"
+        assert trainer.fit_loop.min_epochs == 1, "the setting of the user is restored"
+    return ends
 
 
-def with_transformers(folder: Path) -> dict[str, Any]:
+def with_transformers(folder: Path) -> list[int]:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from tritonddp.integrations.accelerate import use_tritonddp
@@ -97,43 +91,30 @@ def with_transformers(folder: Path) -> dict[str, Any]:
             output = self.layer(x)
             return {"loss": F.mse_loss(output, labels), "logits": output}
 
-    begins: list[int] = []
-
-    class Striking(TrainerCallback):
-        def __init__(self, strikes: bool) -> None:
-            self.strikes = strikes
-
+    class Begin(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            begins.append(state.global_step)
-            if self.strikes:
-                strike(state.global_step)
+            begin(state.global_step)
 
-    def train(strikes: bool, resumes: bool) -> Any:
-        begins.clear()
-        trainer = Trainer(
-            Model(),
-            TrainingArguments(
-                str(folder),
-                use_cpu=True,
-                per_device_train_batch_size=2,
-                gradient_accumulation_steps=ACCUMULATED,
-                max_steps=STEPS,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-                dataloader_pin_memory=False,
-            ),
-            train_dataset=[{"x": x, "labels": y} for x, y in zip(INPUTS, TARGETS, strict=True)],
-            callbacks=[Striking(strikes)],
+    ends = []
+    for resumes in (False, True):
+        arguments = TrainingArguments(
+            str(folder),
+            use_cpu=True,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=ACCUMULATED,
+            max_steps=STEPS,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
         )
+        rows = [{"x": x, "labels": y} for x, y in zip(INPUTS, TARGETS, strict=True)]
+        trainer = Trainer(Model(), arguments, train_dataset=rows, callbacks=[Begin()])
         trainer.add_callback(StopCallback(trainer))
         use_tritonddp(trainer.accelerator)
         trainer.train(resume_from_checkpoint=resumes)
-        return trainer
-
-    stopped = train(True, False).state.global_step
-    ended = train(False, True).state.global_step
-    return {"stopped": stopped, "resumed": begins[0], "ended": ended}
+        ends.append(trainer.state.global_step)
+    return ends
 
 
 def main() -> None:
@@ -142,8 +123,9 @@ def main() -> None:
     torch.set_num_threads(1)
     before = signal.getsignal(signal.SIGTERM)
     run = {"lightning": with_lightning, "transformers": with_transformers}[sys.argv[1]]
-    found = run(Path(sys.argv[2]))
+    stopped, ended = run(Path(sys.argv[2]))
     assert signal.getsignal(signal.SIGTERM) == before
+    found = {"stopped": stopped, "resumed": begins[stopped], "ended": ended}
     print(json.dumps(found), flush=True)
 
 

@@ -1,85 +1,92 @@
-"""Frameworks train with tritonddp on two processes, and end where they end with stock DDP."""
+"""Frameworks train with tritonddp on two processes, stop together, and name what is missing."""
 
 import importlib.util
+import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import launched
 import pytest
 import torch
 from launched import ROOT
+from stop_callbacks import STEPS, STRUCK
 
 from tritonddp import DistributedDataParallel
 from tritonddp.integrations.accelerate import use_tritonddp
+from tritonddp.integrations.signals import should_stop
+from tritonddp.integrations.strategies import lightning_class
+
+THOROUGH = pytest.mark.thorough
+ENV = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+NEEDED = {
+    "lightning": ["lightning", "pytorch_lightning"],  # one of them
+    "transformers": ["transformers"],
+}
 
 
-def is_installed(*names: str) -> bool:
-    return any(importlib.util.find_spec(name) is not None for name in names)
+def skip_without(*packages: str) -> None:
+    for package in packages:
+        names = NEEDED.get(package, [package])
+        if not any(importlib.util.find_spec(name) for name in names):
+            pytest.skip(f"needs {package}: the extra [integrations]")
 
 
-def needs(package: str, *others: str) -> Any:
-    missing = not is_installed(package, *others)
-    return pytest.mark.skipif(missing, reason=f"needs {package}: the extra [integrations]")
-
-
-def run(example: str, *arguments: str) -> dict[str, list[str]]:
-    """The table that the example prints on two processes: the cells of each line."""
-    done = launched.run(
-        ROOT / "examples" / example,
-        *arguments,
-        env={"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        timeout=400,
-    )
+def output(script: str, *words: str | Path) -> str:
+    done = launched.run(ROOT / script, *words, env=ENV)
     assert done.returncode == 0, done.stderr[-6000:]
-    lines = re.findall(r"^(\S.*?):? {2,}(\S+) +(\S+)$", done.stdout, re.MULTILINE)
-    return {label: cells for label, *cells in lines} | {"": done.stdout.splitlines()}
+    return done.stdout
 
 
-def check(table: dict[str, list[str]], below: float) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("example", "packages", "steps", "below"),
+    [
+        ("zero.py", (), "30", 1.0),
+        ("lightning_trainer.py", ("lightning",), "30", 1.0),
+        # The Trainer of transformers wraps by Accelerate too.
+        pytest.param("accelerate_script.py", ("accelerate",), "20", 1.0, marks=THOROUGH),
+        ("huggingface_trainer.py", ("transformers", "accelerate"), "16", 3.43),
+    ],
+)
+def test_an_example_ends_where_it_ends_with_stock(
+    example: str, packages: tuple[str, ...], steps: str, below: float
+) -> None:
+    skip_without("sklearn", *packages)
+    shown = output(f"examples/{example}", "--steps", steps)
+    rows = re.findall(r"^(\S.*?):? {2,}(\S+) +(\S+)$", shown, re.MULTILINE)
+    table = {label: cells for label, *cells in rows}
     assert table["wrapped by"] == ["torch", "tritonddp"]
     assert table["bit-identical on all 2 ranks"] == ["yes", "yes"]
     (losses,) = [cells for label, cells in table.items() if label.startswith("held-out loss")]
     assert losses[0] == losses[1]
-    assert float(losses[1]) < below  # one that knows the frequencies alone has more
-    assert "largest difference of the final parameters, stock to triton: 0" in table[""]
+    assert float(losses[1]) < below  # the loss of a model that knows only the frequencies
+    assert "largest difference of the final parameters, stock to triton: 0\n" in shown
+    if example == "zero.py":
+        line = r"^bytes of optimizer state: rank 0 (\d+), rank 1 (\d+); with plain AdamW each rank "
+        found = re.findall(rf"{line}(\d+)$", shown, re.MULTILINE)
+        assert len(found) == 2  # torch's class and tritonddp's
+        for first, second, whole in (map(int, each) for each in found):
+            assert first + second == whole
+            assert max(first, second) < 0.7 * whole  # one convolution has 63 % of all elements
 
 
 @pytest.mark.long
-@needs("sklearn")
-def test_zero_redundancy_optimizer_shares_its_state_and_goes_on_from_a_checkpoint() -> None:
-    table = run("zero.py", "--steps", "30")
-    check(table, below=1.0)
-    found = re.findall(
-        r"^bytes of optimizer state: rank 0 (\d+), rank 1 (\d+); with plain AdamW each rank (\d+)$",
-        "\n".join(table[""]),
-        re.MULTILINE,
-    )
-    assert len(found) == 2  # torch's class and tritonddp's
-    for first, second, whole in (map(int, each) for each in found):
-        assert first + second == whole
-        assert max(first, second) < 0.7 * whole  # one convolution has 63 % of all elements
+@pytest.mark.parametrize("trainer", NEEDED)
+def test_all_ranks_save_and_stop_and_the_next_run_resumes(trainer: str, tmp_path: Path) -> None:
+    skip_without(trainer)
+    shown = output("tests/integrations/stop_callbacks.py", trainer, tmp_path)
+    # Lines of two ranks may end up in one.
+    found = [json.loads(each) for each in re.findall(r'\{"stopped".*?\}', shown)]
+    completed = STRUCK + 1
+    assert found == [{"stopped": completed, "resumed": completed, "ended": STEPS}] * 2
 
 
-@pytest.mark.long
-@needs("lightning", "pytorch_lightning")
-@needs("sklearn")
-def test_lightning_trainer() -> None:
-    check(run("lightning_trainer.py", "--steps", "30"), below=1.0)
-
-
-@pytest.mark.thorough  # the Trainer of transformers wraps by Accelerate too
-@needs("accelerate")
-@needs("sklearn")
-def test_accelerate_script() -> None:
-    check(run("accelerate_script.py", "--steps", "20"), below=1.0)
-
-
-@pytest.mark.long
-@needs("transformers")
-@needs("accelerate")
-def test_hugging_face_trainer() -> None:
-    check(run("huggingface_trainer.py", "--steps", "16"), below=3.43)
+@pytest.mark.parametrize("model", [3, None])
+def test_a_model_that_is_not_wrapped_is_named(model: Any) -> None:
+    with pytest.raises(TypeError, match=rf"has a builtins\.{type(model).__name__}: use an adapter"):
+        should_stop(model)
 
 
 class Accelerator:
@@ -94,7 +101,7 @@ class Accelerator:
         return torch.nn.parallel.DistributedDataParallel
 
 
-def test_an_accelerator_finds_our_class_and_nobody_else_does() -> None:
+def test_an_accelerator_finds_our_class_and_no_other_does() -> None:
     stock = torch.nn.parallel.DistributedDataParallel
     accelerator, other = Accelerator(), Accelerator()
     assert use_tritonddp(accelerator) is accelerator
@@ -105,12 +112,9 @@ def test_an_accelerator_finds_our_class_and_nobody_else_does() -> None:
     assert torch.nn.parallel.DistributedDataParallel is stock
 
 
-def test_what_is_no_accelerator_is_refused() -> None:
+def test_an_object_that_is_not_a_fresh_accelerator_is_refused() -> None:
     with pytest.raises(TypeError, match=r"got Linear; a Trainer of transformers has one as its \."):
         use_tritonddp(torch.nn.Linear(1, 1))
-
-
-def test_an_accelerator_that_has_wrapped_a_model_is_refused() -> None:
     accelerator = Accelerator()
     stock = torch.nn.parallel.DistributedDataParallel
     accelerator._models.append(stock.__new__(stock))
@@ -118,24 +122,39 @@ def test_an_accelerator_that_has_wrapped_a_model_is_refused() -> None:
         use_tritonddp(accelerator)
 
 
-# The modules that each integration needs, and what the error says where they are missing.
-MISSING = {
-    "lightning": (("lightning", "lightning.pytorch", "pytorch_lightning"), "lightning"),
-    "fabric": (
-        ("lightning", "lightning.fabric", "lightning_fabric"),
-        r"lightning \(or lightning-fabric\)",
-    ),
-    "transformers": (("transformers",), "transformers"),
-}
-
-
-@pytest.mark.parametrize("library", MISSING)
+@pytest.mark.parametrize(
+    ("library", "modules", "text"),
+    [
+        ("lightning", "lightning lightning.pytorch pytorch_lightning", "lightning"),
+        (
+            "fabric",
+            "lightning lightning.fabric lightning_fabric",
+            r"lightning \(or lightning-fabric",
+        ),
+        ("transformers", "transformers", "transformers"),
+    ],
+)
 @pytest.mark.quick
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
-    names, said = MISSING[library]
+def test_a_missing_library_is_named(
+    monkeypatch: pytest.MonkeyPatch, library: str, modules: str, text: str
+) -> None:
     imported = [name for name in sys.modules if "lightning" in name.partition(".")[0]]
-    for name in (*names, *imported):
+    for name in (*modules.split(), *imported):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, f"tritonddp.integrations.{library}", raising=False)
-    with pytest.raises(ImportError, match=f"pip install {said}"):
+    with pytest.raises(ImportError, match=f"pip install {text}"):
         importlib.import_module(f"tritonddp.integrations.{library}")
+
+
+def test_a_missing_dependency_of_an_installed_library_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / "lightning_fabric" / "strategies"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text("import packaging_of_lightning")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.startswith("lightning_fabric")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ModuleNotFoundError, match="packaging_of_lightning"):
+        lightning_class("user", "strategies.DDPStrategy", "lightning_fabric")

@@ -1,4 +1,4 @@
-"""tritonddp's class under torch's names, and what others put on torch's class."""
+"""tritonddp's class under torch's names, and attributes that others put on torch's class."""
 
 import contextlib
 import re
@@ -6,7 +6,6 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from training import drawn
 
 import tritonddp
 from tritonddp._torch import STOCK, patches_of_stock
@@ -26,7 +26,8 @@ from tritonddp.integrations import replacement
 from tritonddp.integrations.accelerate import instead_of_stock
 
 OURS = tritonddp.DistributedDataParallel
-PLACES = [torch.nn.parallel, torch.nn.parallel.distributed]
+PLACES: list[Any] = [torch.nn.parallel, torch.nn.parallel.distributed]
+HOOK = '{"worker_process_setup_hook": "tritonddp.replace_stock"}'
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +42,8 @@ def stock_comes_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch) -> str:
     """A module that has imported torch's class by name."""
-    trainer = types.ModuleType("trainer_of_somebody")
-    trainer.Wrapper = STOCK  # type: ignore[attr-defined]
+    trainer: Any = types.ModuleType("trainer_of_somebody")
+    trainer.Wrapper = STOCK
     monkeypatch.setitem(sys.modules, trainer.__name__, trainer)
     return trainer.__name__
 
@@ -55,12 +56,19 @@ def wrap() -> Any:
     dist.destroy_process_group()
 
 
-def names() -> list[Any]:
-    return [place.DistributedDataParallel for place in PLACES]  # type: ignore[attr-defined]
+@pytest.fixture
+def replaced() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        tritonddp.replace_stock()
 
 
-def test_every_name_by_which_torch_offers_its_class_is_replaced_for_good() -> None:
-    """In a process in which nobody has imported it by name: without a warning."""
+def offered() -> list[Any]:
+    return [place.DistributedDataParallel for place in PLACES]
+
+
+def test_every_name_of_the_class_is_replaced_for_good() -> None:
+    """Without a warning, in a process where no module has imported it by name."""
     program = """
 import torch, tritonddp
 tritonddp.replace_stock()
@@ -73,67 +81,51 @@ print({first, second, torch.nn.parallel.DistributedDataParallel})
     assert done.stdout == "{<class 'tritonddp.wrapper.DistributedDataParallel'>}\n", done.stderr
 
 
-def test_whoever_had_bound_the_class_before_is_named_when_it_is_replaced(bound: str) -> None:
-    with pytest.warns(UserWarning, match=rf"by name before, and keep it: .*{bound}.* If they wrap"):
+@pytest.mark.parametrize("in_ray", [False, True])
+def test_modules_that_keep_the_class_are_named_once_when_it_is_replaced(
+    in_ray: bool, bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a worker of Ray with the way to be earlier."""
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
+    if not in_ray:
+        monkeypatch.delitem(sys.modules, "ray")
+    text = rf"by name before, and keep it: .*{bound}.* If they wrap"
+    text += f".*{re.escape(HOOK)}" if in_ray else r".*tritonddp\.integrations\.$"
+    with pytest.warns(UserWarning, match=text):
         tritonddp.replace_stock()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tritonddp.replace_stock()  # said once
-
-
-def test_in_a_worker_of_ray_the_warning_says_how_to_be_earlier(
-    bound: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, "ray", raising=False)
-    with pytest.warns(UserWarning, match=rf"{bound}.*tritonddp\.integrations\.$"):
-        tritonddp.replace_stock()
-    monkeypatch.setattr(replacement, "_is_for_good", False)
-    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", STOCK)
-    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
-    said = r'{"worker_process_setup_hook": "tritonddp.replace_stock"}'
-    with pytest.warns(UserWarning, match=re.escape(said)):
         tritonddp.replace_stock()
 
 
-def test_a_context_in_which_nothing_was_wrapped_names_who_had_bound_the_class(bound: str) -> None:
-    said = rf"Nothing was wrapped .* keep it: .*{bound}.* Enter"
-    with pytest.warns(UserWarning, match=said), tritonddp.instead_of_stock():
-        assert names() == [OURS, OURS]
-    assert names() == [STOCK, STOCK]
-
-
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_a_context_in_which_something_was_wrapped_says_nothing(bound: str, wrap: Any) -> None:
-    with instead_of_stock():  # the former path
-        assert type(wrap()) is OURS  # and is gone already
+def test_a_context_warns_only_if_nothing_was_wrapped_in_it(bound: str, wrap: Any) -> None:
+    text = rf"Nothing was wrapped .* keep it: .*{bound}.* Enter"
+    with pytest.warns(UserWarning, match=text), tritonddp.instead_of_stock():
+        assert offered() == [OURS, OURS]
+    assert offered() == [STOCK, STOCK]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with instead_of_stock():  # the former path
+            assert type(wrap()) is OURS  # and is gone already
     assert type(wrap()) is STOCK
-
-
-def test_a_subclass_of_the_replaced_name_is_a_subclass_of_ours() -> None:
-    tritonddp.replace_stock()
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    class Mine(DDP):
-        pass
-
-    assert OURS in Mine.__mro__
 
 
 def train(ddp: nn.Module) -> None:
     with ddp.join():  # type: ignore[operator]
-        for _ in range(2):  # (stock cannot reduce over the fake backend)
+        for _ in range(2):  # stock cannot reduce over the fake backend
             ddp(torch.ones(1, 1))
 
 
+@pytest.mark.filterwarnings("ignore:These modules had imported:UserWarning")
 @pytest.mark.parametrize("for_good", [True, False])
-def test_a_wrapper_that_is_still_torchs_works_as_ever(for_good: bool, wrap: Any) -> None:
+def test_a_wrapper_that_is_still_torchs_works(for_good: bool, wrap: Any) -> None:
     """Its methods look torch's class up by its name too."""
     stock = wrap()
     with contextlib.nullcontext() if for_good else replacement.stock_replaced():
         if for_good:
             tritonddp.replace_stock()
         late = STOCK(nn.Linear(1, 1))
-        assert names() == [OURS, OURS]
+        assert offered() == [OURS, OURS]
         for ddp in (stock, late, wrap()):
             train(ddp)
         with stock._inside_ddp_forward():
@@ -141,32 +133,46 @@ def test_a_wrapper_that_is_still_torchs_works_as_ever(for_good: bool, wrap: Any)
     train(stock)
 
 
-def test_a_context_inside_which_it_is_replaced_for_good_leaves_it_so() -> None:
+@pytest.mark.filterwarnings("ignore:These modules had imported:UserWarning")
+def test_others_may_subclass_and_set_the_name(wrap: Any) -> None:
     with replacement.stock_replaced():
         tritonddp.replace_stock()
-    assert names() == [OURS, OURS]
+    assert offered() == [OURS, OURS]  # for good, also after the context
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Mine(DistributedDataParallel):
+        pass
+
+    assert OURS in Mine.__mro__
+    for place in PLACES:
+        place.DistributedDataParallel = STOCK
+    assert offered() == [STOCK, STOCK]
+    tritonddp.replace_stock()
+    assert offered() == [OURS, OURS]
+    with mock.patch("torch.nn.parallel.distributed.DistributedDataParallel", int):
+        assert offered() == [OURS, int]
+    assert vars(torch.nn.parallel.distributed)["DistributedDataParallel"] is STOCK
 
 
-def trained_with_zero() -> tuple[nn.Module, list[Tensor]]:
-    """With torch's own classes, by their names; the wrapper, and its parameters at the end."""
+def trained_with_zero() -> list[Any]:
+    """The wrapper of torch's own name and the parameters at the end."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 3))
     ddp = torch.nn.parallel.DistributedDataParallel(layers)
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.1)
     for step in range(4):
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         optimizer.zero_grad()
-        ddp(torch.randn(5, 6, generator=generator)).square().mean().backward()
+        ddp(drawn(5, 6, step=step)).square().mean().backward()
         optimizer.step()
     assert 0 < len(optimizer.optim.state) < 6
-    return ddp, list(ddp.parameters())
+    return [ddp, *ddp.parameters()]
 
 
 @ranks(2)
-def test_torchs_zero_redundancy_optimizer_stays_torchs_and_finds_all_gradients() -> None:
+def test_the_zero_redundancy_optimizer_of_torch_finds_all_gradients() -> None:
     with instead_of_stock():
-        ours, params = trained_with_zero()
-    stock, expected = trained_with_zero()
+        ours, *params = trained_with_zero()
+    stock, *expected = trained_with_zero()
     assert (type(ours), type(stock)) == (OURS, STOCK)
     assert ZeroRedundancyOptimizer.__module__.startswith("torch.")
     for param, other in zip(params, expected, strict=True):
@@ -174,63 +180,27 @@ def test_torchs_zero_redundancy_optimizer_stays_torchs_and_finds_all_gradients()
         assert_same_bits(param.grad, other.grad)  # there on all ranks
 
 
-def test_somebody_else_may_set_the_name_again() -> None:
-    tritonddp.replace_stock()
-    for place in PLACES:
-        place.DistributedDataParallel = STOCK  # type: ignore[attr-defined]
-    assert names() == [STOCK, STOCK]
-    tritonddp.replace_stock()
-    assert names() == [OURS, OURS]
-    with mock.patch("torch.nn.parallel.distributed.DistributedDataParallel", int):
-        assert names() == [OURS, int]
-    assert vars(torch.nn.parallel.distributed)["DistributedDataParallel"] is STOCK
-
-
-# What others put on torch's class
-
-pytestmark = pytest.mark.filterwarnings("ignore:These modules had imported:UserWarning")
-
-
-def test_what_somebody_has_put_on_torchs_class_is_found_on_ours(
-    monkeypatch: pytest.MonkeyPatch, wrap: Any
+def test_attributes_that_others_put_on_the_class_of_torch_are_on_ours(
+    replaced: None, monkeypatch: pytest.MonkeyPatch, wrap: Any
 ) -> None:
-    tritonddp.replace_stock()
     assert not hasattr(wrap(), "reset")
-    put = {
+    attributes = {
         "reset": lambda self: self.module.in_features,
         "kind": property(lambda self: type(self.module).__name__),
         "twice": staticmethod(lambda x: 2 * x),
         "made_by": classmethod(lambda cls: cls),
         "version": 3,
     }
-    for name, value in put.items():
+    for name, value in attributes.items():
         monkeypatch.setattr(STOCK, name, value, raising=False)
-        monkeypatch.setattr(StockDDPNames, name, None, raising=False)  # taken back in the end
+        monkeypatch.setattr(StockDDPNames, name, None, raising=False)  # restored at the end
         delattr(StockDDPNames, name)
     ddp = wrap()
-    assert (ddp.reset(), ddp.kind, ddp.twice(4), ddp.made_by(), ddp.version) == (
-        (1, "Linear", 8, OURS, 3)
-    )
+    found = (ddp.reset(), ddp.kind, ddp.twice(4), ddp.made_by(), ddp.version)
+    assert found == (1, "Linear", 8, OURS, 3)
 
 
-def test_what_is_torchs_own_is_not_taken_for_somebody_elses(wrap: Any) -> None:
+def test_private_names_of_torch_are_not_attributes_of_others(replaced: None, wrap: Any) -> None:
     assert patches_of_stock() == {}
-    tritonddp.replace_stock()
     with pytest.raises(AttributeError, match="no attribute '_passing_sync_batchnorm_handle'"):
         _ = wrap()._passing_sync_batchnorm_handle
-
-
-def test_what_an_installed_fabric_lacks_itself_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    package = tmp_path / "lightning_fabric" / "strategies"
-    package.mkdir(parents=True)
-    (package.parent / "__init__.py").touch()
-    (package / "__init__.py").write_text("import packaging_of_lightning")
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.startswith("lightning_fabric")]:
-        monkeypatch.delitem(sys.modules, name)
-    from tritonddp.integrations.strategies import lightning_class
-
-    with pytest.raises(ModuleNotFoundError, match="packaging_of_lightning"):
-        lightning_class("user", "strategies.DDPStrategy", "lightning_fabric")

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import ROOT
-from training import in_threads, raises_if
+from launched import ROOT, run
+from training import in_threads
 
 import tritonddp
 from tritonddp._torch import loading_loop, set_loading_loop
@@ -23,7 +22,7 @@ from tritonddp.integrations import signals
 from tritonddp.integrations.signals import StopOnSignal
 from tritonddp.state import DDPState
 
-USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
+USR1, USR2, TERM, INT = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT
 
 
 class Asked:
@@ -42,8 +41,7 @@ class Asked:
 @pytest.fixture
 def asked() -> Iterator[Asked]:
     """A wrapper; at the end all handlers are those from before."""
-    gc.collect()  # wrappers that earlier tests have left
-    before = {each: signal.getsignal(each) for each in (USR1, USR2, signal.SIGTERM, signal.SIGINT)}
+    before = {each: signal.getsignal(each) for each in (USR1, USR2, TERM, INT)}
     stand_in: Any = Asked()
     gc.collect()  # wrappers of other tests
     DDPState.live.add(stand_in)
@@ -56,24 +54,32 @@ def asked() -> Iterator[Asked]:
     assert after == before
 
 
-def test_the_first_signal_asks_and_the_second_does_what_it_did_before(asked: Asked) -> None:
-    calls: list[int] = []
-    before = signal.signal(USR1, lambda number, frame: calls.append(number))
+@pytest.fixture
+def calls() -> Iterator[list[str]]:
+    """The calls of a handler of SIGUSR1 that was set before ours."""
+    made: list[str] = []
+    before = signal.signal(USR1, lambda *_: made.append("former"))
+    yield made
+    signal.signal(USR1, before)
+
+
+def test_the_first_signal_asks_and_the_second_does_what_it_did_before(
+    asked: Asked, calls: list[str]
+) -> None:
     former = signal.getsignal(USR1)
     tritonddp.stop_on_signal(USR1)
     signal.raise_signal(USR1)
     assert (asked.count, calls) == (1, [])
     assert signal.getsignal(USR1) is former
     signal.raise_signal(USR1)
-    assert (asked.count, calls) == (1, [USR1])
-    signal.signal(USR1, before)
+    assert (asked.count, calls) == (1, ["former"])
 
 
-def test_sigterm_is_the_default_and_each_signal_has_a_first_one(asked: Asked) -> None:
+def test_sigterm_is_the_default_and_each_signal_asks_once(asked: Asked) -> None:
     with tritonddp.stop_on_signal() as handler:
-        assert signal.getsignal(signal.SIGTERM) == handler._handle
-        signal.raise_signal(signal.SIGTERM)
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert signal.getsignal(TERM) == handler._handle
+        signal.raise_signal(TERM)
+        assert signal.getsignal(TERM) == signal.SIG_DFL
     with tritonddp.stop_on_signal(USR1, USR2):
         signal.raise_signal(USR1)
         signal.raise_signal(USR2)
@@ -81,15 +87,15 @@ def test_sigterm_is_the_default_and_each_signal_has_a_first_one(asked: Asked) ->
 
 
 @pytest.mark.parametrize("is_removed", [False, True])
-def test_a_handler_that_was_set_later_and_calls_ours_stays(is_removed: bool, asked: Asked) -> None:
-    calls: list[str] = []
-    before = signal.signal(USR1, lambda *_: calls.append("former"))
+def test_a_later_handler_that_calls_ours_stays(
+    is_removed: bool, asked: Asked, calls: list[str]
+) -> None:
     ours = tritonddp.stop_on_signal(USR1)
-    former = signal.getsignal(USR1)
+    former: Any = signal.getsignal(USR1)
 
-    def later(number: int, frame: Any) -> None:
+    def later(*arguments: Any) -> None:
         calls.append("later")
-        former(number, frame)  # type: ignore[operator]
+        former(*arguments)
 
     signal.signal(USR1, later)
     if is_removed:
@@ -97,39 +103,25 @@ def test_a_handler_that_was_set_later_and_calls_ours_stays(is_removed: bool, ask
     else:
         signal.raise_signal(USR1)
         assert calls == ["later"]
-        assert asked.count == 1
+    assert asked.count == 1 - is_removed
     calls.clear()
     assert signal.getsignal(USR1) is later
     signal.raise_signal(USR1)
     assert calls == ["later", "former"]
-    signal.signal(USR1, before)
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_an_ignored_signal_is_ignored_the_second_time(count: int, asked: Asked) -> None:
-    handler = [signal.SIG_IGN, signal.default_int_handler][count]
-    before = signal.signal(signal.SIGINT, handler)
-    tritonddp.stop_on_signal(signal.SIGINT)
-    for number in range(3):
-        with raises_if(bool(count and number), KeyboardInterrupt):  # as Ctrl-C again
-            signal.raise_signal(signal.SIGINT)
-    assert asked.count == 1
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.parametrize("number", [signal.SIGWINCH, signal.SIGCONT])
-def test_a_signal_that_did_nothing_before_does_nothing_the_second_time(
-    number: int, asked: Asked
-) -> None:
+@pytest.mark.parametrize("number", [INT, signal.SIGWINCH])
+def test_a_signal_that_did_nothing_does_nothing_the_second_time(number: int, asked: Asked) -> None:
+    before = signal.signal(number, signal.SIG_IGN if number == INT else signal.SIG_DFL)
     ours = tritonddp.stop_on_signal(number)
-    former = signal.getsignal(number)
-    signal.signal(number, lambda *args: former(*args))  # type: ignore[operator,misc]
+    former: Any = signal.getsignal(number)
+    signal.signal(number, lambda *arguments: former(*arguments))
     chained = signal.getsignal(number)
     for _ in range(3):
         signal.raise_signal(number)
         assert signal.getsignal(number) is chained
     assert asked.count == 1
-    signal.signal(number, signal.SIG_DFL)
+    signal.signal(number, before)
     ours.remove()
 
 
@@ -140,7 +132,7 @@ def test_the_line_in_the_log_takes_no_lock_that_the_main_thread_holds(asked: Ask
     class Locked(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             with lock:
-                if "SIGHUP" in record.getMessage():  # lines of other tests may come late
+                if "SIGHUP" in record.getMessage():  # lines of other tests may be late
                     lines.append(record.getMessage())
 
     logger, handler = logging.getLogger("tritonddp.integrations.signals"), Locked()
@@ -154,15 +146,14 @@ def test_the_line_in_the_log_takes_no_lock_that_the_main_thread_holds(asked: Ask
                 time.sleep(0.01)
     finally:
         logger.removeHandler(handler)
-    (line,) = lines
-    assert line == (
+    assert lines == [
         "rank 3: SIGHUP: asks all ranks to stop after the same reduction; a second SIGHUP does "
         "what it did before"
-    )
+    ]
 
 
 @pytest.mark.parametrize(
-    ("signals", "error", "said"),
+    ("numbers", "error", "text"),
     [
         (["SIGTERM"], TypeError, "should be a number such as signal.SIGTERM, got 'SIGTERM'"),
         ([None], TypeError, "got None"),
@@ -175,14 +166,14 @@ def test_the_line_in_the_log_takes_no_lock_that_the_main_thread_holds(asked: Ask
         ([signal.SIGSEGV], ValueError, "cannot go on after SIGSEGV: use another signal"),
     ],
 )
-def test_what_is_no_signal_to_stop_on_is_an_error_and_changes_nothing(
-    signals: list[Any], error: type[Exception], said: str, asked: Asked
+def test_a_wrong_signal_is_an_error_and_changes_nothing(
+    numbers: list[Any], error: type[Exception], text: str, asked: Asked
 ) -> None:
-    with pytest.raises(error, match=said):
-        tritonddp.stop_on_signal(*signals)
+    with pytest.raises(error, match=text):
+        tritonddp.stop_on_signal(*numbers)
 
 
-def test_another_thread_is_told_what_to_do(asked: Asked) -> None:
+def test_another_thread_gets_an_error_that_names_the_remedy(asked: Asked) -> None:
     def there() -> None:
         with pytest.raises(RuntimeError, match="main thread only: call it there, or have this"):
             tritonddp.stop_on_signal()
@@ -193,33 +184,28 @@ def test_another_thread_is_told_what_to_do(asked: Asked) -> None:
         in_threads(there)
 
 
-def test_a_handler_that_python_cannot_put_back_is_refused(
+def test_a_handler_that_cannot_be_set_or_restored_is_refused(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signal, "getsignal", lambda number: None)
-    with pytest.raises(RuntimeError, match=r"SIGUSR1 was not set by Python.*signal\.SIG_DFL"):
-        tritonddp.stop_on_signal(USR1)
-    monkeypatch.undo()
-
-
-def test_a_handler_that_cannot_be_set_leaves_none_behind(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "getsignal", lambda number: None)
+        with pytest.raises(RuntimeError, match=r"SIGUSR1 was not set by Python.*signal\.SIG_DFL"):
+            tritonddp.stop_on_signal(USR1)
     set_handler = signal.signal
 
     def refuse(number: int, handler: Any) -> Any:
-        if number == USR2 and getattr(handler, "__self__", None).__class__ is StopOnSignal:
+        if number == USR2 and isinstance(getattr(handler, "__self__", None), StopOnSignal):
             raise OSError("on purpose")
         return set_handler(number, handler)
 
     monkeypatch.setattr(signal, "signal", refuse)
     with pytest.raises(OSError, match="on purpose"):
         tritonddp.stop_on_signal(USR1, USR2)
-    monkeypatch.undo()
+    monkeypatch.undo()  # the handler of SIGUSR1 is gone too: see the fixture
 
 
-def died_of(work: Callable[[], None]) -> tuple[int, str]:
-    """The signal that ended a process which is forked here, and what it wrote."""
+def end_of(work: Callable[[], None]) -> tuple[int, str]:
+    """The signal that ended a process that is forked here, and what it wrote."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -234,22 +220,21 @@ def died_of(work: Callable[[], None]) -> tuple[int, str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_sigterm_twice_ends_the_process_and_once_one_that_it_has_forked(asked: Asked) -> None:
+def test_sigterm_twice_ends_the_process_and_once_a_forked_one(asked: Asked) -> None:
     def is_asked_twice() -> None:
         tritonddp.stop_on_signal()
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), TERM)
         os.write(1, f"asked {asked.count}".encode())
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), TERM)
 
-    assert died_of(is_asked_twice) == (signal.SIGTERM, "asked 1")
+    assert end_of(is_asked_twice) == (TERM, "asked 1")
     with tritonddp.stop_on_signal():
         # As Pool.terminate() sends it, which waits for its workers.
-        assert died_of(lambda: os.kill(os.getpid(), signal.SIGTERM)) == (signal.SIGTERM, "")
+        assert end_of(lambda: os.kill(os.getpid(), TERM)) == (TERM, "")
     assert asked.count == 0
 
 
-# torchrun sends a signal to the process group of each rank, of which workers of its loader are
-# members.
+# torchrun sends a signal to the process group of each rank, which has the workers of its loader.
 SHIELDED = """
 import multiprocessing, os, signal, sys
 import torch
@@ -265,7 +250,7 @@ class Data(torch.utils.data.Dataset):
             signal.raise_signal(signal.SIGUSR1)
         return number
 
-def is_there(process):
+def is_alive(process):
     process.join(100)
     return process.is_alive()
 
@@ -283,12 +268,11 @@ def play(number, method, is_persistent, is_before):
         asked = len(DDPState.stop_requests)
         if is_persistent:
             seen += iter(loader)
-    alike = sorted(seen) == sorted([*range(24)] * (1 + is_persistent))
+    is_complete = sorted(seen) == sorted([*range(24)] * (1 + is_persistent))
     del iterator, loader, each
-    print(method, alike, asked, [is_there(process) for process in workers], flush=True)
+    print(method, is_complete, asked, [is_alive(process) for process in workers], flush=True)
 
 if __name__ == "__main__":
-    os.setpgrp()
     loop = torch.utils.data._utils.worker._worker_loop
     for case in eval(sys.argv[1]):
         play(*case)
@@ -299,53 +283,46 @@ if __name__ == "__main__":
             print(*(each.pid for each in workers), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 """
-TERM = signal.SIGTERM
-IN_A_GROUP = {
-    "forked": [
-        (TERM, "fork", False, False),
-        (TERM, "fork", True, True),
-        (USR1, "fork", False, True),
-    ],
-    "spawned": [(TERM, "spawn", True, False)],
-    "by a server": [(TERM, "forkserver", False, False)],
-}
 
 
-def shielded(tmp_path: Path, cases: Any, *more: str, **options: Any) -> Any:
-    script = tmp_path / "script.py"  # spawned processes import it
+def shielded(folder: Path, *cases: Any, words: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the script, in a process group of its own."""
+    script = folder / "script.py"  # spawned processes import it
     script.write_text(SHIELDED)
     numbered = repr([(int(number), *rest) for number, *rest in cases])
-    return subprocess.run(
-        [sys.executable, script, numbered, *more],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        **options,
-    )
+    return run(script, numbered, *words.split(), nproc=None, env={"PYTHONPATH": str(ROOT)})
+
+
+FORKED = [(TERM, "fork", False, False), (TERM, "fork", True, True), (USR1, "fork", False, True)]
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if kind == "forked" else pytest.mark.long) for kind in IN_A_GROUP],
+    "cases",
+    [
+        pytest.param(FORKED, id="forked", marks=pytest.mark.quick),
+        pytest.param([(TERM, "spawn", True, False)], id="spawned"),
+        pytest.param([(TERM, "forkserver", False, False)], id="by a server"),
+    ],
 )
-def test_a_signal_to_the_group_leaves_workers_of_loaders_at_work(kind: str, tmp_path: Path) -> None:
-    done = shielded(tmp_path, IN_A_GROUP[kind])
-    wanted = [f"{method} True 1 [False, False]" for _, method, *_ in IN_A_GROUP[kind]]
-    assert done.stdout.splitlines() == wanted, done.stderr[-3000:]
+def test_a_signal_to_the_group_leaves_workers_of_loaders_at_work(
+    cases: list[Any], tmp_path: Path
+) -> None:
+    done = shielded(tmp_path, *cases)
+    expected = [f"{method} True 1 [False, False]" for _, method, *_ in cases]
+    assert done.stdout.splitlines() == expected, done.stderr[-3000:]
     assert "run already" not in done.stderr
 
 
 @pytest.mark.long
 def test_workers_that_cannot_be_shielded_are_named(tmp_path: Path) -> None:
-    """Here SIGWINCH is sent, which ends nobody."""
-    done = shielded(tmp_path, [(signal.SIGWINCH, "spawn", False, True)])
+    """SIGWINCH ends nobody."""
+    done = shielded(tmp_path, (signal.SIGWINCH, "spawn", False, True))
     assert "spawn True 1 [False, False]" in done.stdout, done.stderr[-3000:]
     assert re.search(r"will end workers .* run already \(processes \d+, \d+\): enter", done.stderr)
 
 
-def test_workers_end_with_their_parent_and_bear_a_signal_of_their_own(tmp_path: Path) -> None:
-    done = shielded(tmp_path, [(USR1, "fork", False, False)], "individually", "killed")
+def test_workers_end_with_their_parent_and_survive_a_signal_of_their_own(tmp_path: Path) -> None:
+    done = shielded(tmp_path, (USR1, "fork", False, False), words="individually killed")
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     first, pids = done.stdout.splitlines()
     assert first == "fork True 1 [False, False]"
@@ -358,14 +335,13 @@ def test_several_handlers_shield_until_the_last_is_removed(
 ) -> None:
     monkeypatch.setattr(signals, "_shield", signals._Shield())  # other tests have removed nothing
     loop = loading_loop()
-    one = tritonddp.stop_on_signal(USR1)
-    two = tritonddp.stop_on_signal(USR2)
-    one.remove()
-    one.remove()
+    one, two = (tritonddp.stop_on_signal(number) for number in (USR1, USR2))
+    for _ in range(2):
+        one.remove()
     shield: Any = loading_loop()
     assert shield is signals._shield
     assert shield._signals == {USR2}
-    set_loading_loop(print)  # somebody else's, later
+    set_loading_loop(print)  # the loop of another library, set later
     two.remove()
     assert loading_loop() is print
     assert shield._signals == set()

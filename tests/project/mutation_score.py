@@ -5,11 +5,11 @@
     python tests/project/mutation_score.py --replay     only those that it names and the tree has
 
 A mutation negates a condition, drops a statement or swaps two arguments of a call, where gradients
-are carried. Those are played that the result file names, and others up to ``COUNT``, chosen by
-their own text alone, so that another edit of the tree leaves them the same. Each is played, in a
-copy of the tree, against the quickest tests that reach its line (``make tests-of REFRESH=1`` has to
-have measured), until one of them fails or ``SECONDS`` of tests are over. The results stand in
-``mutation_score.json``: what was found once is found after tests were taken away, too.
+are carried. The mutations of the result file are played, and others up to ``COUNT``, chosen by
+their own text alone, so that they stay the same when the tree changes. Each is played, in a copy of
+the tree, against the quickest tests that reach its line (run ``make tests-of REFRESH=1`` before),
+until one of them fails or ``SECONDS`` of tests are over. ``mutation_score.json`` has the results: a
+mutation that was found once must be found after tests were removed, too.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import signal
 import sys
 import tempfile
 import xml.etree.ElementTree as Xml
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -39,7 +40,7 @@ _ROOMS = ("reducer", "comm", "buckets", "coordination")
 PLACES = (*(f"{room}/**/*.py" for room in _ROOMS), "wrapper.py", "state.py")
 COUNT = 400
 SECONDS = 8.0  # of tests for each mutation, as long as they took when they were measured
-LIMIT = 60.0  # seconds of one process of tests: what waits for ever was found
+LIMIT = 60.0  # seconds of one process of tests: a mutation that hangs was found
 _GRACE = 2.0  # seconds for it to clean up
 _MISSED = ("", "no test")
 RESULTS = Path(__file__).with_suffix(".json")
@@ -65,54 +66,47 @@ class Mutation(NamedTuple):
 
 
 def mutations_of(path: Path) -> Iterator[Mutation]:
-    """All that can be made of a file."""
-    source = path.read_text()
+    """All mutations of a file."""
+    source, seen = path.read_text(), Counter[tuple[str, str, str]]()
     starts = [0]
     for line in source.encode().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    seen: dict[tuple[str, str, str], int] = {}
-    file = str(path.relative_to(PACKAGE))
-
-    def mutation(function: str, kind: str, node: ast.AST, new: str) -> Mutation:
-        text = ast.unparse(node)
-        text = text if len(text) < 100 else text[:97] + "..."
-        which = seen[function, kind, text] = seen.get((function, kind, text), -1) + 1
-        start = starts[node.lineno - 1] + node.col_offset
-        end = starts[node.end_lineno - 1] + node.end_col_offset
-        return Mutation(file, function, kind, text, which, node.lineno, start, end, new)
 
     def walk(node: ast.AST, function: str) -> Iterator[Mutation]:
         for child in ast.iter_child_nodes(node):
             inner = function
             if isinstance(child, ast.FunctionDef | ast.ClassDef):
                 inner = f"{function}.{child.name}".removeprefix(".")
-            if function or inner:
-                if isinstance(child, ast.If | ast.IfExp | ast.While):
-                    negated = f"(not ({ast.unparse(child.test)}))"
-                    yield mutation(function, "negate", child.test, negated)
-                if isinstance(child, ast.AugAssign) or _can_drop(child):
-                    yield mutation(function, "drop", child, "pass")
-                if isinstance(child, ast.Call) and _can_swap(child):
-                    first, second, *rest = child.args
-                    swapped = ast.Call(child.func, [second, first, *rest], child.keywords)
-                    yield mutation(function, "swap", child, ast.unparse(swapped))
+            for kind, changed, new in changes_of(child) if inner else ():
+                text = ast.unparse(changed)
+                text = text if len(text) < 100 else text[:97] + "..."
+                which = seen[function, kind, text]
+                seen[function, kind, text] += 1
+                start = starts[changed.lineno - 1] + changed.col_offset
+                end = starts[changed.end_lineno - 1] + changed.end_col_offset
+                file, line = str(path.relative_to(PACKAGE)), changed.lineno
+                yield Mutation(file, function, kind, text, which, line, start, end, new)
             yield from walk(child, inner)
 
     return walk(ast.parse(source), "")
 
 
-def _can_drop(node: ast.AST) -> bool:
+def changes_of(node: ast.AST) -> Iterator[tuple[str, Any, str]]:
+    """The kind of each change, the node that it changes, and the new text of that node."""
+    if isinstance(node, ast.If | ast.IfExp | ast.While):
+        yield "negate", node.test, f"(not ({ast.unparse(node.test)}))"
     is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-    return is_call and not ast.unparse(node).startswith("logger.")
-
-
-def _can_swap(call: ast.Call) -> bool:
-    """Its first two arguments, so that it may make a difference."""
-    if len(call.args) < 2 or ast.unparse(call.func) in ("min", "max"):
-        return False
-    first, second = call.args[:2]
-    is_plain = not isinstance(first, ast.Starred) and not isinstance(second, ast.Starred)
-    return is_plain and ast.dump(first) != ast.dump(second)
+    is_effect = is_call and not ast.unparse(node).startswith("logger.")
+    if isinstance(node, ast.AugAssign) or is_effect:
+        yield "drop", node, "pass"
+    if not isinstance(node, ast.Call) or len(node.args) < 2:
+        return
+    first, second, *rest = node.args
+    are_plain = not isinstance(first, ast.Starred) and not isinstance(second, ast.Starred)
+    is_ordered = ast.unparse(node.func) not in ("min", "max")
+    if are_plain and is_ordered and ast.dump(first) != ast.dump(second):
+        swapped = ast.Call(node.func, [second, first, *rest], node.keywords)
+        yield "swap", node, ast.unparse(swapped)
 
 
 def existing() -> dict[str, Mutation]:

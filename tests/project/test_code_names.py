@@ -1,13 +1,15 @@
 """Names of code that a page has in backticks, ``name()`` and ``owner.attribute``, exist."""
 
-import ast
 import builtins
 import importlib
+import inspect
+import pkgutil
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,7 +22,6 @@ from torch.distributed.algorithms import join
 import tritonddp
 from tritonddp import DistributedDataParallel
 
-PACKAGE = Path(tritonddp.__file__).parent
 PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *(
@@ -28,8 +29,7 @@ PAGES = [
         for name in ("README.md", "CONTRIBUTING.md", "tests/differential/named/README.md")
     ),
 ]
-
-# What pages call objects of the user, and of the package: their classes.
+# How pages call objects of the user and of the package, and abbreviate modules.
 OBJECTS: dict[str, Any] = {
     "model": DistributedDataParallel,
     "ddp": DistributedDataParallel,
@@ -37,10 +37,11 @@ OBJECTS: dict[str, Any] = {
     "optimizer": torch.optim.Optimizer,
     "scaler": torch.amp.GradScaler,
     "grad_fn": torch.autograd.graph.Node,
-    "bucket": ("Bucket",),
-    "reducer": ("AutogradDriver", "StockReducer"),
+    "nn": nn,
+    "dist": dist,
+    "autograd": torch.autograd,
 }
-MODULES = {"nn": nn, "dist": dist, "autograd": torch.autograd}
+CLASSES = {"bucket": ("Bucket",), "reducer": ("AutogradDriver", "StockReducer")}
 # Of other libraries, and of a program that a page shows.
 OTHERS = re.findall(
     r"[\w.]+",
@@ -50,6 +51,8 @@ OTHERS = re.findall(
 )
 FILE = re.compile(r"\.(py|md|toml|cff|yml|txt|json)$")
 NAME = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(\(.*\))?")
+# Modules whose import needs other libraries, or starts a program.
+NOT_IMPORTED = r"tritonddp\.(integrations\.(fabric|lightning|transformers)|__main__|cli\.injected)"
 
 
 def named(page: Path) -> Iterator[str]:
@@ -61,109 +64,67 @@ def named(page: Path) -> Iterator[str]:
             yield found[1]
 
 
-class Sources:
-    """What the package defines, by the names that pages use.
-
-    Attributes:
-        classes: attributes of each class, without those of its bases; and its bases.
-        modules: what each file defines, by its name without the folder.
-        anywhere: functions, methods and classes.
-        texts: strings, such as names of loggers.
-    """
-
-    def __init__(self) -> None:
-        self.classes: dict[str, set[str]] = defaultdict(set)
-        self.bases: dict[str, list[str]] = {}
-        self.modules: dict[str, set[str]] = defaultdict(set)
-        self.texts: set[str] = set()
-        for path in PACKAGE.rglob("*.py"):
-            self._read(path.stem, ast.parse(path.read_text()))
-        self.anywhere = set().union(*self.modules.values(), *self.classes.values(), self.classes)
-
-    def _read(self, module: str, tree: ast.Module) -> None:
-        self.modules[module] |= _defined(tree.body)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                self.texts.add(node.value)
-            elif isinstance(node, ast.ClassDef):
-                self.bases[node.name] = [ast.unparse(base) for base in node.bases]
-                self.classes[node.name] |= _defined(node.body) | {
-                    each.attr
-                    for each in ast.walk(node)
-                    if isinstance(each, ast.Attribute)
-                    and isinstance(each.ctx, ast.Store)
-                    and ast.unparse(each.value) == "self"
-                }
-
-    def has(self, owner: str, attribute: str) -> bool:
-        own = self.classes.get(owner, set())
-        return attribute in own or any(
-            self.has(base, attribute) for base in self.bases.get(owner, [])
-        )
-
-
-def _defined(body: list[ast.stmt]) -> set[str]:
-    found = set()
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.AnnAssign):
-            found.add(ast.unparse(node.target))
-        elif isinstance(node, ast.Assign):
-            found |= {ast.unparse(target) for target in node.targets}
-        elif isinstance(node, ast.If | ast.Try):
-            found |= _defined(node.body)
+@cache
+def modules() -> dict[str, list[ModuleType]]:
+    """The modules of the package by their names without the folder."""
+    found = defaultdict(list)
+    for each in pkgutil.walk_packages(tritonddp.__path__, "tritonddp."):
+        if not re.match(NOT_IMPORTED, each.name):
+            module = importlib.import_module(each.name)
+            found[each.name.rpartition(".")[2]].append(module)
     return found
 
 
-sources = cache(Sources)
+@cache
+def classes() -> dict[str, type]:
+    """The classes of the package, by name."""
+    members = [vars(module).values() for of in modules().values() for module in of]
+    every = [each for of in members for each in of if inspect.isclass(each)]
+    return {each.__name__: each for each in every if each.__module__.startswith("tritonddp")}
+
+
+@cache
+def defined() -> set[str]:
+    """Functions, methods and classes of the package, and strings such as names of loggers."""
+    text = "".join(path.read_text() for path in (ROOT / "tritonddp").rglob("*.py"))
+    return {*re.findall(r"\b(?:def|class) (\w+)", text), *re.findall(r'"([\w.]+)"', text)}
+
+
+def has(kind: type, attribute: str) -> bool:
+    """Class attributes, annotations and what methods set."""
+    own = [each for each in kind.__mro__ if each.__module__.startswith("tritonddp")]
+    pattern = rf"^    {attribute}: |\bself\.{attribute}\b[^=\n]*= "
+    sources = map(inspect.getsource, own)
+    return hasattr(kind, attribute) or any(re.search(pattern, s, re.MULTILINE) for s in sources)
 
 
 def exists(name: str) -> bool:
-    owner, _, attribute = name.rpartition(".")
-    if name in OTHERS or name in sources().texts:
-        return True
-    if not owner:
-        return name in sources().anywhere or any(
-            hasattr(each, name)
-            for each in (DistributedDataParallel, torch.Tensor, dist, join, builtins)
-        )
     first, *rest = name.split(".")
-    kind = OBJECTS.get(first)
-    if isinstance(kind, tuple):
-        return any(sources().has(each, rest[0]) for each in kind)
-    if kind is not None:  # of a module that is wrapped, or an argument of the user's
-        return hasattr(kind, rest[0]) or (rest[0] == "module" and kind is DistributedDataParallel)
-    if owner in sources().classes:
-        return sources().has(owner, attribute)
-    if attribute in sources().modules.get(owner, ()):
+    if name in OTHERS or name in defined():
         return True
-    return _is_of_package(rest) if first == "tritonddp" else _is_importable(name)
+    if not rest:
+        places = (DistributedDataParallel, torch.Tensor, dist, join, builtins)
+        return any(hasattr(each, name) for each in places)
+    if first in CLASSES:
+        return any(has(classes()[each], rest[0]) for each in CLASSES[first])
+    if first in classes():
+        return has(classes()[first], rest[0])
+    if first in OBJECTS:
+        is_module = rest[0] == "module" and OBJECTS[first] is DistributedDataParallel
+        return is_module or hasattr(OBJECTS[first], rest[0])
+    is_in_module = any(hasattr(module, rest[0]) for module in modules().get(first, ()))
+    return is_in_module or is_importable(name)
 
 
-def _is_of_package(names: list[str]) -> bool:
-    """Without an import: those of integrations bring in libraries that other tests do without."""
-    path = PACKAGE.joinpath(*names)
-    is_module = path.with_suffix(".py").exists() or path.is_dir()
-    defined = sources().modules.get(names[-2], set()) if len(names) > 1 else set(dir(tritonddp))
-    return is_module or names[-1] in defined
-
-
-def _is_importable(name: str) -> bool:
-    first, *rest = name.split(".")
+def is_importable(name: str) -> bool:
+    """Without an import of the modules of the package that need other libraries."""
+    if re.match(NOT_IMPORTED, name):
+        path = ROOT.joinpath(*name.split("."))
+        return path.with_suffix(".py").exists() or path.name in defined()
     try:
-        found = MODULES.get(first) or importlib.import_module(first)
-    except ImportError:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
         return False
-    path = first
-    for each in rest:
-        path += f".{each}"
-        if not hasattr(found, each):
-            try:
-                importlib.import_module(path)
-            except ImportError:
-                return False
-        found = getattr(found, each)
     return True
 
 
@@ -171,10 +132,10 @@ def _is_importable(name: str) -> bool:
 @pytest.mark.quick
 def test_names_of_code_on_a_page_exist(page: Path) -> None:
     missing = sorted({name for name in named(page) if not exists(name)})
-    assert not missing, f"{page.name} names what is not there: {', '.join(missing)}"
+    assert not missing, f"{page.name} names what does not exist: {', '.join(missing)}"
 
 
-def test_a_name_that_is_not_there_is_found() -> None:
+def test_a_name_that_does_not_exist_is_found() -> None:
     wrong = ["AutogradDriver.is_reduced", "no_such_function", "torch.no_such", "model.reduced"]
     assert not [name for name in wrong if exists(name)]
     assert exists("AutogradDriver.group")

@@ -1,4 +1,4 @@
-"""The elastic example: after a death it goes on, and ends with the bits of another."""
+"""The elastic example: after a death it resumes, and ends with the bits of a run without one."""
 
 import random
 import sys
@@ -21,12 +21,12 @@ import elastic
 from checkpoints import Checkpoints
 from tasks import Task
 
-HERE = str(Path(__file__).parent)
-STEPS = 12
+STEPS, EVERY = 12, 3
+OPTIONS = ("--steps", STEPS, "--every", EVERY, "--batch-size", 8, "--bucket-cap-mb", 0.003)
 
 
 class Model(nn.Module):
-    """Gradients come in another order than that in which the layers were made."""
+    """Gradients are ready in another order than that in which the layers were made."""
 
     def __init__(self, plain: bool) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 def tiny(plain: bool = False) -> Task:
-    """A task of milliseconds. What is random in its model belongs to ranks, unless it is plain."""
+    """A task of milliseconds. Unless it is plain, its model has random parts of each rank."""
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(72, 6, generator=generator)
     targets = (inputs.sum(1) > 0).long()
@@ -48,14 +48,9 @@ def tiny(plain: bool = False) -> Task:
     return Task("tiny", "sample", lambda: Model(plain), *data, {}, STEPS, 8, 0.01)
 
 
-def arguments(folder: Path, *more: str) -> Any:
-    always = "--steps", str(STEPS), "--every", "3", "--batch-size", "8", "--bucket-cap-mb", "0.003"
-    return elastic.parse_arguments(["--checkpoints", str(folder), *always, *more])
-
-
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A folder in memory, where there is one: disks of busy machines take long to sync."""
+    """A folder in memory, if there is one: disks of busy machines take long to sync."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         yield Path(folder)
@@ -65,8 +60,15 @@ class Stopped(Exception):
     """Stands for the death of all ranks."""
 
 
-def live(folder: Path, *more: str, stop_at: int | None = None, plain: bool = False) -> Any:
-    """Train until the end, or until all ranks stop at a step. Batches are noted in ``seen``."""
+def train(folder: Path, *more: str, plain: bool = False) -> Any:
+    words = ("--checkpoints", folder, *OPTIONS, *more)
+    args = elastic.parse_arguments([str(word) for word in words])
+    checkpoints = Checkpoints(args.checkpoints, args.keep)
+    return elastic.train(tiny(plain), args, torch.device("cpu"), checkpoints)
+
+
+def parameters_and_batches(folder: Path, stop_at: int | None) -> tuple[list[Tensor], list[Any]]:
+    """Train until the end, or until all ranks stop at a step; without parameters then."""
     seen: list[list[int]] = []
     take_step, draw = elastic.Training.take_step, elastic.Batches.next
 
@@ -80,37 +82,29 @@ def live(folder: Path, *more: str, stop_at: int | None = None, plain: bool = Fal
         seen.append(indices.tolist())
         return indices
 
-    args = arguments(folder, *more)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(elastic.Training, "take_step", step)
         patch.setattr(elastic.Batches, "next", next_batch)
         try:
-            checkpoints = Checkpoints(args.checkpoints, args.keep)
-            training = elastic.train(tiny(plain), args, torch.device("cpu"), checkpoints)
+            training = train(folder, "--noise", "0", plain=True)
         except Stopped:
-            return None, seen
-    return training, seen
-
-
-def steps_of(folder: Path, stop_at: int | None) -> tuple[Any, list[Any]]:
-    training, seen = live(folder, "--noise", "0", stop_at=stop_at, plain=True)
-    if training is None:
-        return None, seen
+            return [], seen
     return [parameter.detach().clone() for parameter in training.ddp.parameters()], seen
 
 
 def test_other_numbers_of_ranks_go_on_with_the_same_training(place: Path) -> None:
-    expected = run_ranks(steps_of, 3, place / "unharmed", None)
+    expected = run_ranks(parameters_and_batches, 3, place / "unharmed", None)
     batches = elastic.Batches(60, 8, seed=0)
     order = [sorted(batches.next(0, 1).tolist()) for _ in range(STEPS)]
     begins = 0
     for world_size, stop_at in ((3, 5), (2, 7), (1, 10), (3, None)):
-        found = run_ranks(steps_of, world_size, place / "elastic", stop_at)
+        found = run_ranks(parameters_and_batches, world_size, place / "elastic", stop_at)
         parts = zip(*(seen for _, seen in found), strict=True)
         seen = [sorted(index for part in step for index in part) for step in parts]
         assert seen == order[begins : stop_at or STEPS], f"{world_size} ranks"
-        begins = 3 * ((stop_at or 0) // 3)
+        begins = EVERY * ((stop_at or 0) // EVERY)
     for rank, (parameters, _) in enumerate(found):
+        assert parameters
         for ours, first, theirs in zip(parameters, found[0][0], expected[rank][0], strict=True):
             assert_same_bits(ours, first, f"rank {rank}")
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -118,7 +112,7 @@ def test_other_numbers_of_ranks_go_on_with_the_same_training(place: Path) -> Non
 
 SCRIPT = f"""
 import sys
-sys.path[:0] = {[HERE, str(ROOT / "tests"), str(ROOT / "examples")]!r}
+sys.path[:0] = {[str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT / "examples")]!r}
 import elastic
 from test_elastic import tiny
 elastic.TASKS["digits"] = tiny
@@ -126,32 +120,24 @@ sys.exit(elastic.main())
 """
 
 
-def unharmed(folder: Path) -> str:
-    return live(folder)[0].report()
+def report(folder: Path) -> str:
+    return train(folder).report()
 
 
 @pytest.mark.long
 def test_torchrun_brings_a_run_through_a_death(place: Path) -> None:
-    (expected, _) = run_ranks(unharmed, 2, place / "unharmed")
-    kill_at, victim = random.randrange(3, STEPS), random.randrange(2)
+    expected, _ = run_ranks(report, 2, place / "unharmed")
+    kill_at, victim = random.randrange(EVERY, STEPS), random.randrange(2)
     print(f"rank {victim} dies in step {kill_at}")
-    common = vars(arguments(place))
-    options = [f"--{name}={common[name.replace('-', '_')]}" for name in ("steps", "every")]
-    options += ["--batch-size=8", "--bucket-cap-mb=0.003"]
-    kills = [f"--kill-at={kill_at}", f"--kill-rank={victim}"]
     script = place / "script.py"
     script.write_text(SCRIPT)
-    done = launched.run(
-        *("--max-restarts", "1", script, "--checkpoints", place / "run", *options, *kills),
-        nproc=2,
-        env={"PYTHONPATH": str(ROOT)},
-        timeout=500,
-    )
+    kills = ("--kill-at", kill_at, "--kill-rank", victim)
+    words = ("--max-restarts", 1, script, "--checkpoints", place / "run", *OPTIONS, *kills)
+    done = launched.run(*map(str, words), env={"PYTHONPATH": str(ROOT)}, timeout=500)
     assert done.returncode == 0, done.stderr
-    before = kill_at // 3 * 3
     lines = done.stdout.splitlines()
-    resumed = f"resumed at step {before}, saved by 2 ranks"
+    resumed = f"resumed at step {kill_at // EVERY * EVERY}, saved by 2 ranks"
     assert [line for line in lines if "resumed" in line] == [resumed]
     saved = [line for line in lines if line.startswith("saved")]
-    assert saved == [f"saved step {step}" for step in range(3, STEPS + 1, 3)]
+    assert saved == [f"saved step {step}" for step in range(EVERY, STEPS + 1, EVERY)]
     assert lines[-1] == expected

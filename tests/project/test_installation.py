@@ -15,23 +15,6 @@ from versions import without_gloo
 
 import tritonddp
 
-BUILD = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.argv[1])"
-SCRIPT = """
-import site, sys
-site.addsitedir(sys.argv[1])  # where pip puts what it installs
-import tritonddp
-print(tritonddp.__file__)
-"""
-
-# (A list of what a plain import of torch brings too would be another one with each version.)
-IMPORTED = """
-import sys, torch
-from_torch = set(sys.modules)
-from tritonddp import DistributedDataParallel, replicate, stop_on_signal
-print(*sorted(set(sys.modules) - from_torch))
-"""
-
-
 # A script of two ranks, in an operating system that has nothing of Linux's own, and no Triton. What
 # is hidden is absent from macOS, from Windows or from both (docs.python.org says which).
 ELSEWHERE = """
@@ -110,8 +93,11 @@ if child:
 """
 
 
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.argv[1])"
+
+
 def build(kind: str, tree: Path) -> Path:
-    """The wheel of ``tree``, which gets what describes this repository's package."""
+    """The wheel of ``tree``, with the description of this repository's package."""
     pytest.importorskip("setuptools", "77")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
@@ -124,27 +110,22 @@ def build(kind: str, tree: Path) -> Path:
 
 
 def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
-    ignored = shutil.ignore_patterns("__pycache__")
+    tree, ignored = tmp_path / "tree", shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "tritonddp", tree / "tritonddp", ignore=ignored)
     wheel = build("wheel", tree)
-    names = set(zipfile.ZipFile(wheel).namelist())
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert wheel.name == f"tritonddp-{tritonddp.__version__}-py3-none-any.whl"
-    assert {name for name in names if ".dist-info/" not in name} == {
-        path.relative_to(tree).as_posix()
-        for path in (tree / "tritonddp").rglob("*")
-        if path.is_file()
-    }
+    files = [path for path in (tree / "tritonddp").rglob("*") if path.is_file()]
+    assert names == {path.relative_to(tree).as_posix() for path in files}
     assert {"tritonddp/__init__.py", "tritonddp/py.typed"} < names
 
 
-def test_the_changelog_and_the_citation_are_of_this_version() -> None:
-    (ours, date), *_ = re.findall(
-        r"^## \[(\d[^]]*)\] - ([\d-]+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
-    )
+def test_the_changelog_and_the_citation_have_this_version() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    (version, date), *_ = re.findall(r"^## \[(\d[^]]*)\] - ([\d-]+)$", changelog, re.MULTILINE)
     citation = (ROOT / "CITATION.cff").read_text()
-    assert ours == tritonddp.__version__
-    assert f"\nversion: {ours}\n" in citation
+    assert version == tritonddp.__version__
+    assert f"\nversion: {version}\n" in citation
     assert f"\ndate-released: {date}\n" in citation
 
 
@@ -160,16 +141,19 @@ def test_without_triton_and_without_linux_it_trains_on_the_cpu(tmp_path: Path) -
     assert "tritonddp compare: error: needs Linux or macOS" in done.stderr
 
 
-def test_a_clone_beside_the_script_does_not_hide_an_editable_install(tmp_path: Path) -> None:
-    """A folder named tritonddp without an ``__init__.py``, as ``git clone`` leaves one."""
+def test_a_clone_in_the_folder_of_the_script_does_not_hide_an_editable_install(
+    tmp_path: Path,
+) -> None:
+    """A folder named tritonddp without an ``__init__.py``, as ``git clone`` makes one."""
     tree, installed, user = (tmp_path / name for name in ("tree", "site", "user"))
-    (tree / "tritonddp").mkdir(parents=True)
-    (tree / "tritonddp.py").write_text('__version__ = "0"')
-    for folder in (installed, user / "tritonddp"):
+    for folder in (tree / "tritonddp", installed, user / "tritonddp"):
         folder.mkdir(parents=True)
+    (tree / "tritonddp.py").write_text('__version__ = "0"')
     zipfile.ZipFile(build("editable", tree)).extractall(installed)
     script = user / "train.py"
-    script.write_text(SCRIPT)
+    # site.addsitedir() for the folder to which pip installs.
+    lines = "import site, sys", "site.addsitedir(sys.argv[1])", "import tritonddp as t"
+    script.write_text("\n".join([*lines, "print(t.__file__)"]))
     # Without the site packages, in which this tree may be installed already.
     run = [sys.executable, "-S", script, installed]
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -177,12 +161,19 @@ def test_a_clone_beside_the_script_does_not_hide_an_editable_install(tmp_path: P
     assert done.stdout.strip() == str(tree / "tritonddp.py"), done.stderr
 
 
+# A list of all modules that a plain import of torch imports would differ between versions.
+IMPORTED = """
+import sys, torch
+from_torch = set(sys.modules)
+from tritonddp import DistributedDataParallel, replicate, stop_on_signal
+print(*sorted(set(sys.modules) - from_torch))
+"""
+
+
 def test_the_import_brings_nothing_large_that_only_some_programs_need() -> None:
-    """DTensor and SymPy take 0.7 s of CPU time, which every rank of a job would pay."""
-    run = [sys.executable, "-c", IMPORTED]
-    imported = subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
+    """DTensor and SymPy take 0.7 s of CPU time in every rank of a job."""
+    imported = launched.printed(IMPORTED).split()
     assert "tritonddp.wrapper" in imported
     large = {"sympy", "mpmath", "triton", "torch._dynamo", "torch._inductor", "torch.fx"}
+    large |= {"torch.distributed.tensor", "torch.distributed.checkpoint"}
     assert not large & set(imported)
-    assert "torch.distributed.tensor" not in imported
-    assert "torch.distributed.checkpoint" not in imported

@@ -1,60 +1,133 @@
-"""A wrapper has stock's attributes and the documented methods; all else is the user's."""
+"""The public API: stock's names and documented ones, all in docs/api.md, whose examples run."""
 
 import copy
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+import tempfile
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from distributed import assert_same_bits, ranks
-from docstring_examples import documented
+from launched import ROOT
 from modules import forwarding
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
+from training import drawn
 
+import tritonddp
 from tritonddp import DistributedDataParallel
 
+WRAPPER = "tritonddp.DistributedDataParallel"
 # What a wrapper has and stock's has not; each is documented in docs/api.md.
 ADDED = {
     *("check_sync", "comm_state_dict", "load_comm_state_dict", "metrics"),
     *("add_scalars", "reduced_scalars"),
     *("reduce_gradients", "request_stop", "should_stop", "weighted"),
 }
-# What stock's class has from torch 2.11, 2.13 and 2.15 on.
-OF_LATER_STOCK = {
-    "bucket_bytes_cap_list",
-    *("batched_grad_copy", "forward_sync_buffers"),
-    *("finalize_backward", "lazy_bucket_allocation", "require_manual_backward_finalization"),
-    "should_finalize_after_backward",
+# What stock's class has from torch 2.11, 2.13 and 2.15 on: arguments of its constructor that it
+# keeps, which have no docstring there either, and others.
+LATER_ARGUMENTS = {
+    *("bucket_bytes_cap_list", "batched_grad_copy", "forward_sync_buffers"),
+    "lazy_bucket_allocation",
 }
-# Arguments of stock's constructor that it keeps as attributes, and that have no text there either.
-WITHOUT_TEXT = {
-    "bucket_bytes_cap_list",
-    *("batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation"),
+LATER = {
+    *("finalize_backward", "require_manual_backward_finalization"),
+    "should_finalize_after_backward",
 }
 # Private attributes of an instance. (Stock's join hook sets the other two.)
 PRIVATE = {"_ddp_state", "_authoritative_rank", "_divide_by_initial_world_size"}
 
+# The reference
+
+API = (ROOT / "docs" / "api.md").read_text()
+(BEGINNING,) = re.findall(
+    r"<!-- names of the examples -->\n```python\n(.*?)```", API, flags=re.DOTALL
+)
+DOCUMENTED = {  # classes, their members, functions
+    each
+    for name, members in re.findall(r"^::: (\S+)\n((?: .*\n)*)", API, re.MULTILINE)
+    for each in (name, *(f"{name}.{member}" for member in re.findall(r"- (\w+)$", members, re.M)))
+}
+# These change the process for good, or need a library and a launcher: tests/integrations.
+LAUNCHED = ("tritonddp.replace_stock", "tritonddp.integrations.")
+NAMES = sorted(name for name in DOCUMENTED if not name.startswith(LAUNCHED))
+# How an example uses what it does not call by its name.
+USED_AS = {"forward": "model(inputs)", "join_hook": "model.join()"}
+
+
+def examples(name: str) -> list[str]:
+    """The examples in the docstring of what has this name."""
+    first, _, rest = name.partition(".")
+    try:  # what the package has by this name, which may be that of a module too
+        obj: Any = attrgetter(rest)(importlib.import_module(first))
+    except AttributeError:
+        obj = pkgutil.resolve_name(name)
+    text = inspect.cleandoc(obj.__doc__ or "")
+    blocks = re.findall(r"^Example::\n\n((?:    .*\n?|\n)+)", text, re.MULTILINE)
+    return [inspect.cleandoc(f"\n{block}") for block in blocks]
+
+
+def test_the_reference_has_every_public_name() -> None:
+    assert {
+        f"tritonddp.{name}" for name in tritonddp.__all__ if name != "__version__"
+    } <= DOCUMENTED
+    members = {name.removeprefix(f"{WRAPPER}.") for name in DOCUMENTED if f"{WRAPPER}." in name}
+    own = {name for name in vars(DistributedDataParallel) if not name.startswith("_")}
+    assert members == own | {"join", "join_hook"}  # in the base, with stock's other names
+    assert members >= ADDED | LATER
+
+
+def test_every_public_name_is_in_an_example() -> None:
+    code = "\n".join(each for name in NAMES for each in examples(name))
+    for name in NAMES:
+        last = name.rpartition(".")[2]
+        assert USED_AS.get(last, last) in code, f"no example uses {name}"
+
+
+@ranks(2)
+def test_examples_run_on_two_ranks() -> None:
+    played, before = 0, Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            for name in NAMES:
+                for code in examples(name):
+                    known: dict[str, Any] = {"__name__": "__main__"}
+                    exec(compile(BEGINNING, "docs/api.md", "exec"), known)
+                    exec(compile(code, f"the example of {name}", "exec"), known)
+                    assert isinstance(known["model"], DistributedDataParallel)
+                    known["model"].check_sync()
+                    played += 1
+        finally:
+            os.chdir(before)
+    assert played > 12
+
+
+# Names of the user
+
 
 @ranks(1)
-def test_a_name_that_is_neither_stocks_nor_documented_is_not_on_the_wrapper() -> None:
+def test_a_wrapper_has_the_names_of_stock_and_documented_ones() -> None:
     ours, stock = (kind(nn.Linear(2, 2)) for kind in (DistributedDataParallel, Stock))
+    later = LATER | LATER_ARGUMENTS
     more = set(dir(ours)) - set(dir(stock))
-    assert {name for name in more if not name.startswith("_")} - OF_LATER_STOCK == ADDED
-    assert set(vars(ours)) - set(dir(stock)) <= PRIVATE | OF_LATER_STOCK
+    assert {name for name in more if not name.startswith("_")} - later == ADDED
+    assert set(vars(ours)) - set(dir(stock)) <= PRIVATE | later
     missing = set(dir(stock)) - set(dir(ours))
     assert not [name for name in missing if not name.startswith("_")]
-
-
-def test_what_is_added_is_in_the_reference() -> None:
-    shown = {name.rpartition(".")[2] for name in documented() if "DataParallel." in name}
-    assert shown >= ADDED | OF_LATER_STOCK - WITHOUT_TEXT
 
 
 INSIDE = """
     config group sync core caps traced buffer_sync state_broadcast device check_finite window
     figures _window _low _figures comm_hook_name wrapped_modules _buffer_hook _is_sliced
 """
-NAMES = [*INSIDE.split(), *sorted(ADDED)]
+TAKEN = [*INSIDE.split(), *sorted(ADDED)]
 
 
 def net() -> nn.Module:
@@ -66,44 +139,36 @@ def net() -> nn.Module:
 
 def step(ddp: nn.Module, number: int) -> list[Tensor]:
     ddp.zero_grad()
-    batch = torch.randn(5, 4, generator=torch.Generator().manual_seed(number))
-    ddp(batch).pow(2).mean().backward()
+    ddp(drawn(5, 4, step=number, rank=0)).pow(2).mean().backward()
     return [param.grad.clone() for param in ddp.parameters()]
 
 
-def itself(ddp: Any) -> Any:
-    return ddp
-
-
-def beside_a_shallow_copy(ddp: Any) -> Any:
-    other = copy.copy(ddp)
-    assert other._ddp_state is not ddp._ddp_state
-    return ddp
-
-
-@pytest.mark.parametrize("make", [itself, copy.deepcopy, copy.copy, beside_a_shallow_copy])
+@pytest.mark.parametrize("kept", ["itself", "a deep copy", "a shallow copy", "the original"])
 @ranks(2)
-def test_a_user_may_set_any_attribute_and_training_goes_on(make: Any) -> None:
+def test_a_user_may_set_any_attribute_and_training_goes_on(kept: str) -> None:
     ddp, plain = (DistributedDataParallel(net(), metrics=True) for _ in range(2))
-    for name in NAMES:
+    for name in TAKEN:
         setattr(ddp, name, {"set by": "the user"})
-    ddp = make(ddp)
+    if kept == "a deep copy":
+        ddp = copy.deepcopy(ddp)
+    elif kept != "itself":
+        other = copy.copy(ddp)
+        assert other._ddp_state is not ddp._ddp_state
+        ddp = other if kept == "a shallow copy" else ddp
     for number in range(3):
         with ddp.no_sync(), plain.no_sync():
             step(ddp, 10 + number)
             step(plain, 10 + number)
         assert_same_bits(step(ddp, number), step(plain, number))
-    assert all(getattr(ddp, name) == {"set by": "the user"} for name in NAMES)
+    assert all(getattr(ddp, name) == {"set by": "the user"} for name in TAKEN)
 
 
 @ranks(1)
 def test_a_subclass_that_hands_on_to_the_module_finds_what_is_the_modules() -> None:
-    module = net()
-    for name in NAMES:
-        if name not in ADDED and name != "device":
-            setattr(module, name, object())
+    module, names = net(), {*TAKEN} - ADDED - {"device"}
+    for name in names:
+        setattr(module, name, object())
     ddp = forwarding(DistributedDataParallel)(module)
     step(ddp, 0)
-    for name in NAMES:
-        if name not in ADDED and name != "device":
-            assert getattr(ddp, name) is getattr(module, name), name
+    for name in names:
+        assert getattr(ddp, name) is getattr(module, name), name

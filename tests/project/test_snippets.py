@@ -1,7 +1,7 @@
 """Each Python snippet of the pages runs as it is printed: with a wrapper, and in place.
 
-A snippet that wraps is played once more with ``replicate`` in the place of the class. Where a page
-has ``...``, something else goes on: here all ranks wait for each other.
+A snippet that wraps is played again with ``replicate`` in the place of the class. Where a page
+has ``...``, all ranks wait for each other.
 """
 
 import importlib.util
@@ -25,26 +25,22 @@ from torch import nn
 import tritonddp
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-WRAPS = re.compile(r"\b(DDP|DistributedDataParallel)\(")
 OF_A_GPU = ", device_ids=[local_rank]"
 
 
 def snippets() -> dict[str, str]:
     """By page and line."""
-    found = {}
-    for page in PAGES:
-        text = page.read_text()
-        for match in SNIPPET.finditer(text):
-            found[f"{page.name}:{text.count(chr(10), 0, match.start()) + 1}"] = match[1]
-    return found
+    return {
+        f"{page.name}:{page.read_text().count(chr(10), 0, match.start()) + 1}": match[1]
+        for page in PAGES
+        for match in re.finditer(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    }
 
 
 def is_script(code: str) -> bool:
-    """Whether it changes the whole process."""
-    return "init_process_group(" in code.replace('# dist.init_process_group("gloo")', "") or (
-        "replace_stock()" in code
-    )
+    """It changes the whole process."""
+    code = code.replace('# dist.init_process_group("gloo")', "")
+    return "init_process_group(" in code or "replace_stock()" in code
 
 
 class Net(nn.Sequential):
@@ -55,9 +51,9 @@ class Net(nn.Sequential):
 
 
 def names(code: str, makes: Any, folder: Path) -> dict[str, Any]:
-    """What the page takes for granted; ``makes`` what a user has wrapped, unless ``code`` does."""
+    """The names that a page assumes; ``makes`` wraps the model, unless ``code`` does."""
     module = Net(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-    wraps = WRAPS.search(code) or "replicate(" in code
+    wraps = re.search(r"\b(DDP|DistributedDataParallel|replicate)\(", code)
     model = module if wraps else makes(module, metrics=True)
     batches = [(torch.randn(8, 16), torch.randint(4, (8,))) for _ in range(3)]
     inputs, targets = batches[0]
@@ -80,9 +76,8 @@ def names(code: str, makes: Any, folder: Path) -> dict[str, Any]:
 
 
 def play(code: str, place: str, makes: Any) -> None:
-    """Run a snippet on this rank, and see that the ranks are still alike."""
-    folder = gather(tempfile.mkdtemp())[0]
-    known = names(code, makes, Path(folder))
+    """Run a snippet on this rank, and check that the ranks still have the same parameters."""
+    known = names(code, makes, Path(gather(tempfile.mkdtemp())[0]))
     if OF_A_GPU in code:
         with pytest.raises(ValueError, match=r"device_ids \[0\].*leave them out"):
             exec(compile(code, place, "exec"), dict(known))
@@ -95,14 +90,13 @@ def play(code: str, place: str, makes: Any) -> None:
 
 
 def of_pages() -> Iterator[tuple[str, str, Any]]:
-    """Snippets with their places, and what makes a model of a module."""
+    """Snippets with their places, and the function that makes a model of a module."""
     for place, code in snippets().items():
         library = re.search(r"tritonddp\.integrations\.(\w+)", code)
         if is_script(code) or (library and not importlib.util.find_spec(library[1])):
             continue
         yield place, code, tritonddp.DistributedDataParallel
-        # (In place the parameters' names are the module's, and there is no model.module.)
-        if "model.module" not in code:
+        if "model.module" not in code:  # which a replicated model does not have
             yield f"{place}, in place", code, tritonddp.replicate
 
 
@@ -131,9 +125,8 @@ def test_each_snippet_runs_as_it_is_printed() -> None:
 def test_a_script_of_a_page_runs_as_it_is_printed(
     place: str, in_place: bool, tmp_path: Path
 ) -> None:
-    code = snippets()[place]
     (tmp_path / "mmengine").mkdir()
     (tmp_path / "mmengine" / "runner.py").write_text("class Runner: ...\n")
     first = "import tritonddp; tritonddp.DistributedDataParallel = tritonddp.replicate\n"
-    done = played(first * in_place + code, tmp_path, nproc=2)
+    done = played(first * in_place + snippets()[place], tmp_path, nproc=2)
     assert done.returncode == 0, done.stderr

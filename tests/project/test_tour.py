@@ -1,4 +1,4 @@
-"""The notebook shows what its cells put out, and they still do that."""
+"""The notebook has the outputs of its cells, and they still make these outputs."""
 
 import re
 from pathlib import Path
@@ -12,20 +12,15 @@ pytest.importorskip("matplotlib", reason="needs the extra [bench]")
 import tour
 
 
-def texts(cell: Any) -> str:
+def text_of(cell: Any) -> str:
     """What the cell has printed."""
     return "".join(each.text for each in cell.outputs if each.output_type == "stream")
 
 
-def shows(notebook: Any) -> dict[str, str]:
-    """By the script that a cell launches, what the cell has printed."""
-    launched = [(re.search(r'launch\("(\w+)\.py"\)', cell.source), cell) for cell in notebook.cells]
-    return {script[1]: texts(cell) for script, cell in launched if script}
-
-
 def check_texts(notebook: Any) -> None:
-    """The texts by which the tour makes its points."""
-    printed = shows(notebook)
+    """The texts by which the tour makes its points, by the script that a cell launches."""
+    launched = [(re.search(r'launch\("(\w+)\.py"\)', cell.source), cell) for cell in notebook.cells]
+    printed = {script[1]: text_of(cell) for script, cell in launched if script}
     assert "parameters equal, bit for bit: True" in printed["train"]
     assert "rank 1 is the slowest: " in printed["slow"]
     drift = printed["drift"]
@@ -42,18 +37,18 @@ def check_texts(notebook: Any) -> None:
 
 def test_the_saved_outputs_are_those_of_the_cells() -> None:
     notebook = tour.read()
-    assert tour.outputs_are_of(notebook) == tour.hash_of_cells(notebook), "run `make notebook`"
+    assert notebook.metadata.get(tour.HASH) == tour.hash_of_cells(notebook), "run `make notebook`"
     check_texts(notebook)
     for cell in tour.code_cells(notebook):  # no folder of whoever ran it
-        assert not re.search(r"(/root|/home|/tmp|/work)/", texts(cell)), texts(cell)
+        assert not re.search(r"(/root|/home|/tmp|/work)/", text_of(cell)), text_of(cell)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)  # a minute on two cores that do nothing else
-def test_the_cells_run_and_put_out_what_is_saved(tmp_path: Path) -> None:
+@pytest.mark.timeout(1200)  # a minute on two idle cores
+def test_the_cells_run_and_make_the_saved_outputs(tmp_path: Path) -> None:
     saved, fresh = tour.read(), tour.read()
     tour.run(fresh, tmp_path)
     check_texts(fresh)
     for before, after in zip(tour.code_cells(saved), tour.code_cells(fresh), strict=True):
         kinds = [[each.output_type for each in cell.outputs] for cell in (before, after)]
-        assert kinds[0] == kinds[1], texts(after)
+        assert kinds[0] == kinds[1], text_of(after)

@@ -3,7 +3,7 @@
     python tests/project/tests_of.py tritonddp/reducer/autograd_driver.py:120
     make tests-of AT=tritonddp/reducer/autograd_driver.py:120         REFRESH=1 measures first
 
-prints them, sorted. Of a ``def`` or ``class`` it is those that run anything in it.
+prints them, sorted. For a ``def`` or ``class`` it prints the tests that run anything in it.
 """
 
 import argparse
@@ -17,7 +17,7 @@ _REFRESH = "make tests-of REFRESH=1 measures (half an hour, or longer on a busy 
 
 
 def lines_of(path: Path, line: int) -> range:
-    """Of the innermost statement at this line, or its head; of a ``def`` what is in its body."""
+    """The innermost statement at this line, or its head; for a ``def`` its body."""
     found = range(line, line + 1)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0):
@@ -31,7 +31,7 @@ def lines_of(path: Path, line: int) -> range:
 
 
 def reaching(path: Path, line: int, folder: Path = FOLDER) -> list[str]:
-    """Their names, sorted. (What runs in no test, as when a module is imported, is none.)"""
+    """The names of the tests, sorted. Code that runs during an import belongs to no test."""
     from coverage import CoverageData
 
     data = CoverageData(str(folder / "data"))
@@ -43,28 +43,22 @@ def reaching(path: Path, line: int, folder: Path = FOLDER) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("at", nargs="?", help="FILE:LINE")
+    parser.add_argument("at", nargs="?", default="", help="FILE:LINE")
     parser.add_argument("--refresh", action="store_true", help="measure first")
     arguments, rest = parser.parse_known_args()
-    file, _, line = (arguments.at or "").rpartition(":")
-    path = ROOT / file
+    file, _, line = arguments.at.rpartition(":")
+    path, data = ROOT / file, FOLDER / "data"
     if arguments.at and not (path.is_file() and line.isdecimal()):
-        parser.error(
-            f"{arguments.at} is no FILE:LINE, as tritonddp/reducer/autograd_driver.py:120 is"
-        )
+        parser.error(f"{arguments.at} is not FILE:LINE, such as tritonddp/wrapper.py:120")
     if arguments.refresh:
         measure(rest)
     if not arguments.at:
         return 0
-    data = FOLDER / "data"
     if not data.exists():
-        print(f"Nothing was measured yet: {_REFRESH}", file=sys.stderr)
+        print(f"No data: {_REFRESH}", file=sys.stderr)
         return 2
     if path.stat().st_mtime > data.stat().st_mtime:
-        print(
-            f"{file} has changed since it was measured, lines may have moved: {_REFRESH}",
-            file=sys.stderr,
-        )
+        print(f"{file} is newer than the data, lines may have moved: {_REFRESH}", file=sys.stderr)
     found = reaching(path, int(line))
     print("\n".join([*found, f"tests that reach {arguments.at}: {len(found)}"]))
     return 0

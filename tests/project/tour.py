@@ -1,6 +1,6 @@
-"""Runs examples/tour.ipynb, and saves it with what its cells have put out: ``make notebook``.
+"""Runs examples/tour.ipynb, and saves it with the outputs of its cells: ``make notebook``.
 
-The saved notebook says by a hash of which cells its outputs are.
+A hash in the saved notebook names the cells that made its outputs.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,12 @@ import nbformat
 from nbclient import NotebookClient
 
 TOUR = Path(__file__).resolve().parents[2] / "examples" / "tour.ipynb"
-_HASH = "outputs_of"  # in the notebook's metadata
+HASH = "outputs_of"  # in the metadata of the notebook
 _SECONDS_A_CELL = 300
 
 
 def read() -> Any:
-    """The notebook as it lies in the repository; an error if it is no valid one."""
+    """The notebook in the repository; an error if it is not valid."""
     notebook = nbformat.read(TOUR, as_version=4)
     nbformat.validate(notebook)
     return notebook
@@ -37,32 +36,26 @@ def hash_of_cells(notebook: Any) -> str:
     return hashlib.sha256(json.dumps(sources).encode()).hexdigest()
 
 
-def outputs_are_of(notebook: Any) -> str | None:
-    """The hash of the cells that made the outputs of this notebook."""
-    return notebook.metadata.get(_HASH)
-
-
 def run(notebook: Any, folder: Path) -> None:
-    """Run all cells in a kernel of this interpreter, beginning in ``folder``.
+    """Run all cells in a kernel of this interpreter, in ``folder``.
 
     Raises:
-        CellExecutionError: a cell has failed; the error holds it, and the traceback.
+        CellExecutionError: a cell has failed; the error has its code and the traceback.
     """
-    # What a kernel remembers (history, connections) is not the user's, and nothing is left.
+    # A kernel keeps its history and connections there, not with those of the user.
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "TMPDIR"):
         (folder / name.lower()).mkdir()
         os.environ[name] = str(folder / name.lower())
     for cell in code_cells(notebook):
         cell.outputs, cell.execution_count = [], None
-    client = NotebookClient(
+    NotebookClient(
         notebook,
         timeout=_SECONDS_A_CELL,
         kernel_name="python3",
         resources={"metadata": {"path": str(folder)}},
         record_timing=False,
-    )
-    client.execute()
-    notebook.metadata[_HASH] = hash_of_cells(notebook)
+    ).execute()
+    notebook.metadata[HASH] = hash_of_cells(notebook)
     notebook.metadata["language_info"] = {"name": "python"}  # of no particular version
 
 
@@ -75,4 +68,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
