@@ -1,8 +1,7 @@
-"""Collectives of a GPU's tensors as NCCL makes them: on a stream of the group, and by gloo at once.
+"""Collectives of a GPU's tensors on a stream of the group, as by NCCL; gloo runs them at once.
 
-A collective begins behind what the current stream has been given when it is issued, and whoever
-waits for its work makes the current stream wait, not the host. Its tensors are held until then, as
-torch's own group for NCCL does.
+A collective starts after the present work of the current stream. Waiting for its work makes the
+current stream wait, not the host. Its tensors are kept alive until then, as by torch.
 """
 
 from __future__ import annotations
@@ -19,36 +18,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recording.recorder import Recorder, Timeline
+from recording.recorder import Recorder, Timeline, tensors_in
 
 if TYPE_CHECKING:
     from recording.device import Device
 
-# Of each method: which arguments are written, and which are read.
-_METHODS = {
-    "allreduce": ((0,), (0,)),
-    "broadcast": ((0,), (0,)),
-    "allgather": ((0,), (1,)),
-    "_allgather_base": ((0,), (1,)),
-    "allgather_into_tensor_coalesced": ((0,), (1,)),
-    "_reduce_scatter_base": ((0,), (1,)),
-    "reduce_scatter": ((0,), (1,)),
-    "alltoall_base": ((0,), (1,)),
-    "all_gather_single": ((0,), (1,)),
-    "all_to_all_single": ((0,), (1,)),
-    "reduce_scatter_single": ((0,), (1,)),
-    "gather": ((0,), (1,)),
-    "scatter": ((0,), (1,)),
-    "reduce": ((0,), (0,)),
-}
+# Methods that write and read their first argument; the others write the first and read the second.
+_IN_PLACE = ("allreduce", "broadcast", "reduce")
+_METHODS = (
+    *_IN_PLACE,
+    *("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "all_gather_single"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
+    *("alltoall_base", "all_to_all_single", "gather", "scatter"),
+)
 
-
-# Groups that have made a collective, perhaps in a recording before.
+# Groups that have run a collective, perhaps in an earlier recording.
 _with_communicator: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 class _Method:
-    """A method that does not pass for one written in Python: torch's own works' are not."""
+    """A method that does not look like a function in Python, as those of torch's own works."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -58,7 +47,7 @@ class _Method:
 
 
 class RecordedFuture(torch.futures.Future):
-    """Of a work: what is chained to it runs on a stream of its own, behind the collective."""
+    """The future of a work: its callbacks run on a stream of their own, after the collective."""
 
     def __init__(
         self,
@@ -118,8 +107,8 @@ class RecordedWork(dist.Work):
         return True
 
     def get_future(self) -> RecordedFuture:
-        # Who has a future need not wait for the work: torch then holds the tensors until the device
-        # is through.
+        # Code with a future need not wait for the work, so torch keeps the tensors until the device
+        # has finished.
         self._hold(self._timeline)
         return RecordedFuture(self._recorder, self._clock, self._value, self._hold)
 
@@ -133,7 +122,7 @@ class RecordedWork(dist.Work):
 
 
 class _Backend:
-    """Of a group, for a GPU's tensors."""
+    """The backend of a group for tensors of a GPU."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -152,15 +141,14 @@ def patched(device: Device) -> Iterator[None]:
     recorder, streams = device.recorder, dict[str, Timeline]()
 
     def recorded(name: str, original: Any) -> Any:
-        written_at, read_at = _METHODS[name]
+        read_at = 0 if name in _IN_PLACE else 1
 
         def call(group: Any, *arguments: Any, **options: Any) -> Any:
-            tensors = _tensors(arguments)
+            tensors = [*tensors_in(arguments)]
             if not tensors or not any(map(device.has, tensors)):
                 return original(group, *arguments, **options)
-            for tensor in tensors:
-                if not device.has(tensor):
-                    recorder.races.append(f"{name} of a tensor on the host, beside others")
+            if not all(map(device.has, tensors)):
+                recorder.races.append(f"{name} of tensors on the host and on the device")
 
             def work() -> None:
                 with device.without_modes():
@@ -178,12 +166,12 @@ def patched(device: Device) -> Iterator[None]:
             recorder.run(timeline, name)
             timeline.join(recorder.current.clock)
             recorder.collectives[name] += 1
-            for places, writes in ((read_at, False), (written_at, True)):
-                for place in places:
-                    for tensor in _tensors(arguments[place]):
-                        device.touch(timeline, tensor, writes, name)
-            hold = partial(_hold, tensors, device)
-            return RecordedWork(recorder, timeline, _tensors(arguments[written_at[0]]), hold)
+            written = [*tensors_in(arguments[0])]
+            for tensor in tensors_in(arguments[read_at]):
+                device.touch(timeline, tensor, False, name)
+            for tensor in written:
+                device.touch(timeline, tensor, True, name)
+            return RecordedWork(recorder, timeline, written, partial(_hold, tensors, device))
 
         return call
 
@@ -215,11 +203,3 @@ def _hold(tensors: list[Tensor], device: Device, timeline: Timeline) -> None:
     with torch._C.DisableTorchFunction():
         for memory in filter(None, map(device.memory_of, tensors)):
             memory.guards.add(timeline)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for each in value for tensor in _tensors(each)]
-    return []
