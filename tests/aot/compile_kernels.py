@@ -67,19 +67,12 @@ TABLES = {"chunks": "*i64", "dynamic": "*i64"}
 
 
 class Variant(NamedTuple):
-    """A kernel for certain arguments.
+    """A kernel for certain arguments."""
 
-    Attributes:
-        facts: by which ``test_aot.py`` chooses it.
-        launcher: of the kernel.
-        pointers: the types of all arguments that are neither integers nor constants.
-        constexprs: the constants.
-    """
-
-    facts: dict[str, Any]
+    facts: dict[str, Any]  # by which test_aot.py chooses it
     launcher: Launcher
-    pointers: dict[str, Any]
-    constexprs: dict[str, Any]
+    pointers: dict[str, Any]  # the types of all arguments that are neither integers nor constants
+    constexprs: dict[str, Any]  # the constants
     num_warps: int = WARPS
 
     def compile(self, target: GPUTarget) -> Any:

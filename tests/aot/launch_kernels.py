@@ -8,7 +8,6 @@ launch) is not measured.
 """
 
 import contextlib
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -98,17 +97,10 @@ def steady() -> tuple[FlatBuffer, dict[str, Callable[[], Any]]]:
         "flatten": partial(flatten.flatten, flat, grads, used, 0.5, bytes(3)),
         "unflatten": partial(unflatten.unflatten, flat, grads),
     }
-    moved = itertools.cycle([[torch.ones(64, 64) for _ in shapes] for _ in range(2)])
-    other, *several = (FlatBuffer(layout, torch.float32, flat.data.device) for _ in range(5))
-    functions["flatten, moved"] = lambda: flatten.flatten(other, next(moved), used, 0.5, bytes(3))
-    for each in several:
-        flatten.flatten(each, grads, used, 0.5, bytes(3))
-    functions["unflatten, four"] = partial(unflatten.JointUnflatten(several), [grads] * 4)
     for function in functions.values():
         function()
         function()
-    for each in (flat, other, *several):
-        each.tables.device_index = 0  # as of tensors on the GPU that is current
+    flat.tables.device_index = 0  # as for tensors on the current GPU
     return flat, functions
 
 

@@ -36,17 +36,11 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The outcome of a test, or of one rank of it.
+    """The outcome of a test, or of one rank of it."""
 
-    Attributes:
-        kind: "passed", "failed", "timed out", "died", "did not end" or "constructed nothing".
-        reason: one line.
-        details: tracebacks and logs.
-    """
-
-    kind: str
-    reason: str = ""
-    details: str = ""
+    kind: str  # "passed", "failed", "timed out", "died", "did not end" or "constructed nothing"
+    reason: str = ""  # one line
+    details: str = ""  # tracebacks and logs
 
 
 def run_test(name: str, ddp: str, timeout: float = TIMEOUT) -> Outcome:

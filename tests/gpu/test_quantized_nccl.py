@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits
@@ -17,7 +18,7 @@ from training import drawn
 from two_levels import SHAPES as SHAPES_OF_SHARES
 from two_levels import Twins, replayed
 from two_levels import given as given_to_shares
-from worlds import NCCL_2, NCCL_4, in_worlds
+from worlds import NCCL_2, NCCL_4, VIEW, in_worlds
 
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.wire_formats import QuantizedInterHost
@@ -54,29 +55,37 @@ def test_gradients_have_the_bits_of_the_twins(device: torch.device) -> None:
     assert not ddp._ddp_state.core.manager.has_moved, "residuals have moved between the ranks"
 
 
+@VIEW
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @in_worlds(NCCL_4)
-def test_between_two_hosts_gradients_have_the_bits_of_the_twins(device: torch.device) -> None:
-    """On the recorded device: ``tests/recording/test_two_levels.py``."""
-    for dtype in (torch.float32, torch.bfloat16):
-        twins = Twins(2, dtype)
-        with emulated_hosts(2):
-            ddp = DistributedDataParallel(
-                Given(*SHAPES_OF_SHARES).to(device),
-                compression="int8",
-                reduce_dtype=None if dtype is torch.float32 else dtype,
-                bucket_cap_mb=0.02,
-            )
-            for step in range(5):
-                backward(ddp, given_to_shares(dist.get_rank(), step))
-                expected = twins.reduce([given_to_shares(each, step) for each in range(4)])
-                assert_same_bits(gradients(ddp), expected, f"{dtype}, step {step}, slot")
-        found = [isinstance(bucket.wire, QuantizedInterHost) for bucket in ddp.reducer.buckets]
-        assert sum(found) > 1
+def test_between_two_hosts_gradients_have_the_bits_of_the_twins(
+    device: torch.device, dtype: torch.dtype, view: bool
+) -> None:
+    """Also with ``reduce_dtype``, in which a host sums."""
+    twins = Twins(2, dtype)
+    with emulated_hosts(2):
+        ddp = DistributedDataParallel(
+            Given(*SHAPES_OF_SHARES).to(device),
+            compression="int8",
+            reduce_dtype=None if dtype is torch.float32 else dtype,
+            bucket_cap_mb=0.02,
+            gradient_as_bucket_view=view,
+        )
+        for step in range(5):
+            backward(ddp, given_to_shares(dist.get_rank(), step))
+            expected = twins.reduce([given_to_shares(each, step) for each in range(4)])
+            assert_same_bits(gradients(ddp), expected, f"step {step}, slot")
+    found = [isinstance(bucket.wire, QuantizedInterHost) for bucket in ddp.reducer.buckets]
+    assert sum(found) > 1
 
 
 @in_worlds(NCCL_4)
 def test_replays_between_two_hosts_lose_nothing_and_add_nothing_twice(device: torch.device) -> None:
-    """Captured after one step, in which communicators and tables of the shares were made."""
+    """Captured after one step, in which communicators and tables of the shares were made.
+
+    The residuals of that step are those of other ranks, whose steps are captured.
+    """
     with emulated_hosts(2):
         due, kept = replayed(device)
+    assert due.abs().max() > 1e-4
     assert (due - kept).abs().max() < 1e-6

@@ -34,27 +34,19 @@ TIMEOUT = 30.0
 
 @dataclass(frozen=True)
 class World:
-    """Where a test runs.
+    """Where a test runs."""
 
-    Attributes:
-        name: part of the name of the test, by which reports count.
-        backend: of the process group.
-        size: number of ranks.
-        device_type: of the tensors. Ranks take turns on the devices.
-        is_recorded: gloo and the CPU replace NCCL and the GPU.
-    """
-
-    name: str
-    backend: str
-    size: int
-    device_type: str
-    is_recorded: bool = False
+    name: str  # part of the name of the test, by which reports count
+    backend: str  # of the process group
+    size: int  # number of ranks
+    device_type: str  # of the tensors; ranks take turns on the devices
+    is_recorded: bool = False  # gloo and the CPU replace NCCL and the GPU
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
         if self.device_type == "cpu":
             return []
-        return [pytest.mark.long if self is RECORDED_2 else pytest.mark.gpu]
+        return [pytest.mark.long if self in RECORDED.values() else pytest.mark.gpu]
 
     def refusal(self) -> str | None:
         """Why nothing can run in this world here; ``None`` if tests can."""
@@ -104,8 +96,11 @@ NCCL_4 = World("nccl-4-ranks", "nccl", 4, "cuda", is_recorded=REHEARSES)
 # gloo copies CUDA tensors to the host, so two ranks can share a GPU, also if NCCL refuses.
 GLOO_2 = World("gloo-2-ranks", "gloo", 2, "cuda")
 CARDS = (NCCL_1, NCCL_2)
-# Replaces NCCL_2 outside of a rehearsal.
-RECORDED_2 = World("recorded-2-ranks", "nccl", 2, "cuda", is_recorded=True)
+# Outside of a rehearsal, tests of several ranks over NCCL also run in these worlds.
+RECORDED = {
+    NCCL_2: World("recorded-2-ranks", "nccl", 2, "cuda", is_recorded=True),
+    NCCL_4: World("recorded-4-ranks", "nccl", 4, "cuda", is_recorded=True),
+}
 
 _hung: dict[World, str] = {}
 
@@ -144,7 +139,7 @@ def in_worlds(*worlds: World) -> Callable[[Any], Any]:
         run.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*others, world_parameter]
         )
-        played = [RECORDED_2] if NCCL_2 in worlds and not REHEARSES else []
+        played = [] if REHEARSES else [RECORDED[each] for each in worlds if each in RECORDED]
         marked = [pytest.param(each, id=each.name, marks=each.marks) for each in (*worlds, *played)]
         return pytest.mark.parametrize("world", marked, scope="session")(run)
 

@@ -94,27 +94,3 @@ def test_tables_are_written_again_after_a_failed_launch_or_upload(monkeypatch, w
     tables.update(grads[0], [True], 1.0)
     assert tables.dynamic[:2].tolist() == [grads[0][0].data_ptr(), 1]
     assert scale_in(tables) == 1.0
-
-
-def test_in_a_cuda_graph_tables_are_uploaded_each_time(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    tables = DeviceTables(flat_of([4]))
-    one, other = [torch.ones(4)], [torch.ones(4)]
-    for grads in (one, other):
-        tables.update(grads, [True], 1.0)
-    tables.capture()
-    before, dynamic = tables.uploads, tables.dynamic
-    for grads in (one, other, one):
-        tables.update(grads, [True], 1.0)
-        assert tables.dynamic is dynamic
-        assert dynamic[0] == grads[0].data_ptr()
-    assert tables.uploads - before == 3
-
-
-def test_a_change_of_dtype_at_the_same_address_is_noticed_without_an_upload():
-    tables = DeviceTables(flat_of([4]))
-    memory = torch.zeros(4)
-    assert tables.update([memory]) is torch.float32
-    before = tables.uploads
-    assert tables.update([memory.view(torch.int32).view(torch.float16)[:4]]) is torch.float16
-    assert tables.uploads == before

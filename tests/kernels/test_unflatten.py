@@ -10,7 +10,6 @@ from poisoned import assert_same_bits, dense, embedded_flat, embedded_gradients
 from tritonddp.kernels import launch, reference
 from tritonddp.kernels.device_tables import DeviceTables
 from tritonddp.kernels.flat_buffer import FlatBuffer
-from tritonddp.kernels.flatten import flatten
 from tritonddp.kernels.unflatten import JointUnflatten, unflatten
 
 # The interpreter uses numpy, which warns about infinities and NaNs.
@@ -71,20 +70,6 @@ def test_a_view_whose_data_was_replaced_is_written_in_its_new_memory(factor):
     unflatten(flat, flat.views, factor_of(factor))
     for found, view in zip((flat.views[0], moved), plain.views, strict=True):
         assert_same_bits(found, view * (factor or 1) ** 2)
-
-
-def test_a_buffer_whose_storage_has_moved_is_read_in_its_new_memory():
-    flat, grads = reduced([dense([20]), dense([30])]), [torch.zeros(20), torch.zeros(30)]
-    flatten(flat, grads, [True, True], 1.0)
-    unflatten(flat, grads)
-    nbytes = flat.data.untyped_storage().nbytes()
-    flat.data.untyped_storage().resize_(16 * nbytes)  # which usually moves it
-    for each in grads:
-        each.fill_(3)
-    flatten(flat, grads, [True, True], 2.0)
-    assert all((view == 6).all() for view in flat.views)
-    unflatten(flat, grads)
-    assert all((grad == 6).all() for grad in grads)
 
 
 # Several buffers together
@@ -162,15 +147,6 @@ def test_several_buffers_of_views_are_scaled_together_in_place():
     was = flats[1].payload.clone()
     joint([flats[0].views, [None], flats[2].views], factor_of(0.5))
     assert_same_bits(flats[1].payload, was)  # it has no gradients
-
-
-def test_several_buffers_are_read_in_new_memory_after_one_has_moved():
-    flats, grads, twins = several()
-    joint = JointUnflatten(flats)
-    joint(grads)
-    flats[1].data.untyped_storage().resize_(1 << 20)
-    flats[1].payload.fill_(7)
-    assert_as_alone(flats, joint, grads, twins)
 
 
 def test_several_buffers_check_what_one_checks():

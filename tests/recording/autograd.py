@@ -23,15 +23,11 @@ _STREAM = "recorded stream"  # in the metadata of a node
 
 @dataclass
 class _Backward:
-    """A running backward.
-
-    Attributes:
-        used: the streams of its nodes.
-        before: for each node, the clocks of the nodes that give it gradients.
-    """
+    """A running backward."""
 
     caller: Timeline
-    used: set[Timeline]
+    used: set[Timeline]  # the streams of its nodes
+    # For each node, the clocks of the nodes that give it gradients.
     before: dict[Any, list[dict[Timeline, int]]] = field(default_factory=lambda: defaultdict(list))
 
 

@@ -28,24 +28,15 @@ from tritonddp.kernels.device_tables import DeviceTables
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, and how it is found: by a race, unless ``is_wait`` or ``error`` is given.
+    """A fault, which shows as a race, unless ``is_wait`` or ``error`` is given."""
 
-    Attributes:
-        program: in which program it is planted.
-        plant: context in which the package has the fault.
-        is_wait: the host waits for the device.
-        error: the message of an error.
-        elsewhere, steps: see :func:`recording.programs.play`.
-        is_on_hosts: the program runs on two hosts of two ranks each.
-    """
-
-    program: str
-    plant: Callable[[], contextlib.AbstractContextManager[Any]]
-    is_wait: bool = False
-    error: str | None = None
-    elsewhere: bool = False
-    steps: int = 5
-    is_on_hosts: bool = False
+    program: str  # in which it is planted
+    plant: Callable[[], contextlib.AbstractContextManager[Any]]  # context with the fault
+    is_wait: bool = False  # the host waits for the device
+    error: str | None = None  # the message of an error
+    elsewhere: bool = False  # see recording.programs.play
+    steps: int = 5  # buckets follow the order of gradients after the first one
+    is_on_hosts: bool = False  # the program runs on two hosts of two ranks each
 
 
 FAULTS: dict[str, Fault] = {}

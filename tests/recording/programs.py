@@ -63,29 +63,18 @@ def _nothing(net: Any, *inputs: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """What is wrapped, and what a step does in addition to a forward and a backward.
+    """What is wrapped, and what a step does in addition to a forward and a backward."""
 
-    Attributes:
-        options: of the wrapper.
-        net: arguments of :class:`Net`.
-        prepare: called once, with the wrapper.
-        around: context of a forward and a backward.
-        before: called with the wrapper and inputs in each step before its forward.
-        after: called with the wrapper after each backward.
-        leaves_out: a layer is not used.
-        keeps: gradients are zeroed in place.
-        in_place: called instead of the wrapper: the module is replicated in place.
-    """
-
-    options: dict[str, Any] = field(default_factory=dict)
-    net: dict[str, Any] = field(default_factory=dict)
-    prepare: Callable[[Any], object] = _nothing
+    options: dict[str, Any] = field(default_factory=dict)  # of the wrapper
+    net: dict[str, Any] = field(default_factory=dict)  # arguments of Net
+    prepare: Callable[[Any], object] = _nothing  # called once, with the wrapper
+    # Called with the wrapper: a context of a forward and a backward.
     around: Callable[[Any], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    before: Callable[[Any, Tensor], object] = _nothing
-    after: Callable[[Any], object] = _nothing
-    leaves_out: bool = False
-    keeps: bool = False
-    in_place: Callable[[Any, Tensor], Tensor] | None = None
+    before: Callable[[Any, Tensor], object] = _nothing  # in each step, with the inputs
+    after: Callable[[Any], object] = _nothing  # in each step
+    leaves_out: bool = False  # a layer is not used
+    keeps: bool = False  # gradients are zeroed in place
+    in_place: Callable[[Any, Tensor], Tensor] | None = None  # instead of a call of the wrapper
 
     def step(self, net: Any, x: Tensor) -> None:
         net.zero_grad(set_to_none=not self.keeps)
@@ -180,14 +169,7 @@ PROGRAMS = {
 
 
 class Run:
-    """A program that runs step by step, on the recorded device or on the CPU.
-
-    Args:
-        recorder: of the device; notified of each step.
-        place: ``"cuda"`` or ``"cpu"``.
-        module: instead of the module of the program.
-        group: of the wrapper.
-    """
+    """A program that runs step by step: ``place`` is ``"cuda"`` (recorded) or ``"cpu"``."""
 
     def __init__(
         self,
@@ -235,11 +217,7 @@ def sound() -> Iterator[Recorder]:
 
 @contextlib.contextmanager
 def running(program: Program, steps: int = 0, is_on_side: bool = False) -> Iterator[Run]:
-    """Context: a program after some steps, in :func:`sound`.
-
-    Args:
-        is_on_side: the module is wrapped and trained on a side stream.
-    """
+    """Context: a program after some steps, in :func:`sound`; all of it may be on a side stream."""
     with sound() as recorder:
         stream = torch.cuda.Stream() if is_on_side else None
         with torch.cuda.stream(stream):

@@ -81,40 +81,26 @@ class Access(NamedTuple):
 
 @dataclass(eq=False)
 class Memory:
-    """One allocation.
-
-    Attributes:
-        is_pinned: it is on the host, where kernels and copies of the device reach it.
-        home: the stream that it was allocated on.
-        guards: streams of record_stream.
-        is_captured: a CUDA graph uses it.
-        is_of_graph: it is in the memory pool of a CUDA graph.
-        is_packages: the package has allocated it.
-    """
+    """One allocation."""
 
     address: int
     nbytes: int
-    is_pinned: bool
-    home: Timeline
+    is_pinned: bool  # on the host, where kernels and copies of the device reach it
+    home: Timeline  # the stream that it was allocated on
     accesses: list[Access] = field(default_factory=list)
-    guards: set[Timeline] = field(default_factory=set)
-    is_captured: bool = False
-    is_of_graph: bool = False
-    is_packages: bool = False
+    guards: set[Timeline] = field(default_factory=set)  # streams of record_stream
+    is_captured: bool = False  # a CUDA graph uses it
+    is_of_graph: bool = False  # it is in the memory pool of a CUDA graph
+    is_packages: bool = False  # the package has allocated it
 
 
 class Wait(NamedTuple):
-    """The host has waited for the device.
-
-    Attributes:
-        age: number of steps since the work was queued.
-        ahead: number of pieces of work that are queued on the default stream after it.
-    """
+    """The host has waited for the device."""
 
     what: str
     stack: str
-    age: int
-    ahead: int
+    age: int  # steps since the work was queued
+    ahead: int  # pieces of work that are queued on the default stream after it
 
     @property
     def place(self) -> str:
