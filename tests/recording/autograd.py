@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 from recording.recorder import Recorder, Timeline, tensors_in
@@ -36,7 +35,7 @@ class Streams:
 
     def __init__(self, device: Any) -> None:
         self._recorder: Recorder = device.recorder
-        self._memory_of = device.memory_of
+        self._device = device
         self._running: list[_Backward] = []
 
     def note(self, result: Any) -> None:
@@ -79,12 +78,7 @@ class Streams:
         for clock in running.before.pop(node, None) or [running.caller.clock]:
             stream.join(clock)
         # The engine records the use of gradients that come from another stream.
-        for gradient in filter(torch.is_tensor, gradients):
-            with torch._C.DisableTorchFunction():
-                is_sparse = gradient.layout is torch.sparse_coo  # type: ignore[union-attr]
-                parts = [gradient._indices(), gradient._values()] if is_sparse else [gradient]  # type: ignore[union-attr]
-                for memory in filter(None, map(self._memory_of, parts)):
-                    memory.guards.add(stream)
+        self._device.guard([each for each in gradients if each is not None], stream)
         running.used.add(stream)
         self._recorder.current = stream
 

@@ -138,14 +138,9 @@ def patched(recorder: Recorder) -> Iterator[None]:
                 if recorder.live.get(key) is memory:
                     ctypes.memmove(memory.address, content, len(content))
 
-    @contextlib.contextmanager
-    def stream(chosen: Stream | None) -> Iterator[None]:
-        former = recorder.current
-        recorder.current = former if chosen is None else chosen.timeline
-        try:
-            yield
-        finally:
-            recorder.current = former
+    def stream(chosen: Stream | None) -> Any:
+        timeline = recorder.current if chosen is None else chosen.timeline
+        return mock.patch.object(recorder, "current", timeline)
 
     def synchronize(device: Any = None) -> None:
         clock: dict[Timeline, int] = {}

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any
 from unittest import mock
@@ -97,6 +97,15 @@ class Device:
             place = tensor.storage_offset(), tensor.shape, tensor.stride()
             first, end = extent(*place, tensor.element_size())
             self.recorder.touch(timeline, memory, first, end, writes, what)
+
+    def guard(self, tensors: Sequence[Tensor], timeline: Timeline) -> None:
+        """Their memory is not reused before the present work of ``timeline``."""
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors:
+                is_sparse = tensor.layout is torch.sparse_coo
+                for part in (tensor._indices(), tensor._values()) if is_sparse else (tensor,):
+                    if memory := self.memory_of(part):
+                        memory.guards.add(timeline)
 
     # Between host and device
 
@@ -362,10 +371,7 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
     )
 
     def record_stream(tensor: Tensor, stream: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            memory = device.memory_of(tensor)
-        if memory is not None:
-            memory.guards.add(stream.timeline)
+        device.guard([tensor], stream.timeline)
 
     def metadata(tensor: Tensor) -> dict[str, Any]:
         # Checkpoints compare it inside operations, which no mode sees, and outside of them.

@@ -16,7 +16,6 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from recording.recorder import Recorder, Timeline, tensors_in
 
@@ -57,27 +56,27 @@ class RecordedFuture(torch.futures.Future):
         hold: Callable[[Timeline], None],
     ) -> None:
         super().__init__()
-        self._recorder, self._clock, self._hold = recorder, clock, hold
+        self._recorder, self._clock, self.hold = recorder, clock, hold
         self.set_result(value)
 
-    def wait(self) -> Any:
+    def join(self) -> None:
+        """The current stream waits."""
         self._recorder.current.join(self._clock)
-        self._hold(self._recorder.current)
+
+    def wait(self) -> Any:
+        self.join()
+        self.hold(self._recorder.current)
         return super().wait()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        recorder = self._recorder
-        stream, former = recorder.new_stream("a future's stream"), recorder.current
+        recorder, stream = self._recorder, self._recorder.new_stream("a future's stream")
         stream.join(self._clock)
-        self._hold(stream)  # as torch's futures do with what they hold
-        recorder.current = stream
-        try:
+        self.hold(stream)  # as torch's futures do with their tensors
+        with mock.patch.object(recorder, "current", stream):
             value = callback(self)
-        finally:
-            recorder.current = former
         if isinstance(value, torch.futures.Future):
             value = value.value()
-        return RecordedFuture(recorder, dict(stream.clock), value, self._hold)
+        return RecordedFuture(recorder, dict(stream.clock), value, self.hold)
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         self.then(lambda future: callback(future))
@@ -86,31 +85,19 @@ class RecordedFuture(torch.futures.Future):
 class RecordedWork(dist.Work):
     """See ``torch.distributed.Work``."""
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        timeline: Timeline,
-        tensors: list[Tensor],
-        hold: Callable[[Timeline], None],
-    ) -> None:
+    def __init__(self, future: RecordedFuture, timeline: Timeline) -> None:
         super().__init__()
-        self._recorder = recorder
-        self._timeline = timeline
-        self._hold = hold
-        self._clock = dict(timeline.clock)
-        self._tensors = tensors
-        self._value = tensors
+        self._future, self._timeline = future, timeline
 
     def _wait(self, timeout: timedelta | None = None) -> bool:
-        self._recorder.current.join(self._clock)
-        self._tensors = []
+        self._future.join()
         return True
 
     def get_future(self) -> RecordedFuture:
         # Code with a future need not wait for the work, so torch keeps the tensors until the device
         # has finished.
-        self._hold(self._timeline)
-        return RecordedFuture(self._recorder, self._clock, self._value, self._hold)
+        self._future.hold(self._timeline)
+        return self._future
 
     def is_completed(self) -> bool:
         return True
@@ -171,7 +158,9 @@ def patched(device: Device) -> Iterator[None]:
                 device.touch(timeline, tensor, False, name)
             for tensor in written:
                 device.touch(timeline, tensor, True, name)
-            return RecordedWork(recorder, timeline, written, partial(_hold, tensors, device))
+            hold = partial(device.guard, tensors)
+            future = RecordedFuture(recorder, dict(timeline.clock), written, hold)
+            return RecordedWork(future, timeline)
 
         return call
 
@@ -197,9 +186,3 @@ def patched(device: Device) -> Iterator[None]:
         stack.enter_context(mock.patch.object(dist.ProcessGroup, "_get_backend", get_backend))
         stack.enter_context(mock.patch.object(dist, "new_group", new_group))
         yield
-
-
-def _hold(tensors: list[Tensor], device: Device, timeline: Timeline) -> None:
-    with torch._C.DisableTorchFunction():
-        for memory in filter(None, map(device.memory_of, tensors)):
-            memory.guards.add(timeline)
