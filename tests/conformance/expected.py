@@ -75,9 +75,9 @@ WORLD_SIZES = {
 }
 
 
-def reason(name: str, ddp: str) -> str | None:
-    """Why this test is expected to fail with the class ``"ours"`` or ``"stock"``, if it is."""
-    reasons = _NEITHER if ddp == "stock" else _ON_PURPOSE | _NEITHER
+def reason(name: str) -> str | None:
+    """Why this test is expected to fail, if it is."""
+    reasons = _ON_PURPOSE | _NEITHER
     return next((why for why, names in reasons.items() if name in names.split()), None)
 
 

@@ -1,12 +1,12 @@
 """Run torch's own tests of DistributedDataParallel with stock's class or ours.
 
-    python tests/conformance/run.py --ddp stock|ours [-k NAME]
+    echo NAME | python tests/conformance/run.py stock|ours
 
+For each name on stdin it prints the outcome as a line of JSON.
 Each rank of each test is a process that is forked from this one, which has imported torch once. So
 patched names, groups, threads and debug levels of a test end with it.
 """
 
-import argparse
 import contextlib
 import ctypes
 import dataclasses
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import on_cpu
 import torch
-from expected import WORLD_SIZES, ddp_tests, reason
+from expected import WORLD_SIZES
 
 TIMEOUT = 400.0
 # Once one rank has failed, the others have this long to end by themselves.
@@ -136,45 +136,12 @@ def _end_of(log: Path) -> str:
     return log.read_text(errors="replace")[-10_000:] if log.exists() else ""
 
 
-def run_and_print(names: list[str], ddp: str, verbose: bool) -> int:
-    """Print a table of outcomes; return how many are not as expected."""
-    passed = unexpected = 0
-    for name in names:
-        outcome, why = run_test(name, ddp), reason(name, ddp)
-        has_passed = outcome.kind == "passed"
-        passed += has_passed
-        notes = [why if why and not has_passed else outcome.reason]
-        if has_passed != (why is None):
-            unexpected += 1
-            notes.insert(0, f"UNEXPECTED, expected.py says: {why or 'passes'};")
-        print(f"{name:<83} {outcome.kind:<10} {' '.join(notes)}".rstrip(), flush=True)
-        if verbose:
-            print(outcome.details)
-    print(f"{ddp}: {passed} of {len(names)} passed, {unexpected} not as expected")
-    return unexpected
-
-
-def answer(ddp: str) -> None:
-    """Read names of tests, and write the outcome of each. JSON, one line each."""
-    for line in sys.stdin:
-        print(json.dumps(dataclasses.asdict(run_test(line.strip(), ddp))), flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ddp", choices=list(on_cpu.CLASSES), default="ours")
-    parser.add_argument("-k", dest="part", default="", help="only tests whose names contain this")
-    parser.add_argument("-v", dest="verbose", action="store_true", help="tracebacks and logs too")
-    parser.add_argument("--answer", action="store_true", help="run the tests named on stdin")
-    arguments = parser.parse_args()
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # so that forked processes do not collect what they share
-    if arguments.answer:
-        answer(arguments.ddp)
-        return
-    names = [name for name in ddp_tests() if arguments.part in name]
-    sys.exit(1 if run_and_print(names, arguments.ddp, arguments.verbose) else 0)
+    for line in sys.stdin:
+        print(json.dumps(dataclasses.asdict(run_test(line.strip(), sys.argv[1]))), flush=True)
 
 
 if __name__ == "__main__":

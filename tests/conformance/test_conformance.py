@@ -23,7 +23,7 @@ class _Runner:
     def __init__(self) -> None:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  it is closed in stop()
         self.process = subprocess.Popen(
-            [sys.executable, str(_RUN), "--ddp", "ours", "--answer"],
+            [sys.executable, str(_RUN), "ours"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -57,7 +57,7 @@ def runner() -> Iterator[_Runner]:
 
 
 def _case(name: str) -> Any:
-    why, strict = reason(name, "ours"), name not in PASSES_ELSEWHERE
+    why, strict = reason(name), name not in PASSES_ELSEWHERE
     marks = [] if why is None else [pytest.mark.xfail(reason=why, strict=strict)]
     return pytest.param(name, marks=marks)
 

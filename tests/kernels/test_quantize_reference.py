@@ -105,34 +105,6 @@ def test_a_sum_that_overflows_is_nan_though_each_rank_sends_numbers():
     assert flats[0].residuals.reduced.count_nonzero() == 0
 
 
-@pytest.mark.parametrize("has_gradient", [False, True])
-def test_a_slot_that_is_not_used_keeps_its_residual_and_sends_none_of_it(has_gradient):
-    numel = BLOCK + 40
-    like = [torch.empty(numel)] * 3
-    flats = quantized_buffers(like, [True] * 3, 2)
-    all_reduce(
-        flats, [[_values(numel, 1.0, 3 * rank + slot) for slot in range(3)] for rank in (0, 1)]
-    )
-    before = [flat.residuals.sent.clone() for flat in flats]
-    owned = torch.cat([flat.residuals.reduced for flat in flats])
-    used = [[True, False, True], [True, False, False]]
-    gradient = _values(numel, 1.0, 50) if has_gradient else None  # of an earlier backward
-    results = all_reduce(flats, [[torch.zeros(numel), gradient, None]] * 2, used)
-    for rank, flat in enumerate(flats):
-        same = (flat.residuals.sent == before[rank]).all(1).view(3, 2).all(1)
-        assert same.tolist() == [not flag for flag in used[rank]]
-        assert results[rank][1].isnan().all(), "nobody has used it"
-        assert results[rank][0].abs().max() > 0, "what was left out before is sent"
-    assert flats[0].flags.tolist() == [2, 0, 1]
-    after = torch.cat([flat.residuals.reduced for flat in flats])
-    same = (after == owned).all(1)[:6].view(3, 2).all(1)
-    assert same.tolist() == [False, not has_gradient, False]
-    # Its residual comes with the next gradient.
-    expected = sum(each.view(3, -1)[1] for each in [*before, after[:6]])[:numel]
-    result = all_reduce(flats, [[torch.zeros(numel)] * 3] * 2)[0][1]
-    assert (result - expected).abs().max() < expected.abs().max() / 80
-
-
 @pytest.mark.parametrize("value", [-1e-40, -0.0, 1e-45])
 def test_what_is_too_small_for_a_scale_is_zero_and_stays_in_the_residual(value):
     flats = quantized_buffers([torch.empty(BLOCK)], [True], 1)
