@@ -63,7 +63,7 @@ def _case(name: str) -> Any:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", map(_case, ddp_tests()))
+@pytest.mark.parametrize("name", [_case(name) for name in ddp_tests()])
 def test_torchs_own_test(name: str, runner: _Runner) -> None:
     outcome = runner.outcome(name)
     if outcome["kind"] != "passed":
