@@ -1,4 +1,4 @@
-"""Twins of quantized sums between hosts of several ranks, for GPUs recorded and real."""
+"""Twins of quantized sums between hosts of several ranks, for recorded and for real GPUs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ SHAPES = [(64, 80), (640,), (70, 33), (300,), (64, 64), (1, 5), (345, 3)]
 
 
 def given(rank: int, step: int) -> list[Tensor | None]:
-    """Zeros in the first step, of which nothing is left; later some are missing."""
+    """Zeros in the first step, which leave no residual; in odd steps some are missing."""
     if not step:
         return [torch.zeros(shape) for shape in SHAPES]
     left_out = ({4, 2}, {4}, {4, 0}, {4})[rank % 4] if step % 2 else {}  # number 4 on no rank
@@ -28,7 +28,7 @@ def given(rank: int, step: int) -> list[Tensor | None]:
 class Twins:
     """Hosts of ``size`` ranks each in one process: sums within a host, then quantized messages.
 
-    Blocks are those of a parameter, and of its share: who owns which makes no difference.
+    Blocks are those of a parameter. It makes no difference which rank owns which share.
     """
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
@@ -59,10 +59,10 @@ class Twins:
 
 
 def replayed(device: torch.device) -> tuple[Tensor, Tensor]:
-    """One step and four replays of another one; on four ranks.
+    """One step, and four replays of another one; on four ranks.
 
     Returns:
-        What the means lack, compared with those of fp32, and the residuals of all ranks.
+        The differences from means in fp32, and the sum of the residuals of all ranks.
     """
     shape = (48, 40)
     due = torch.zeros(shape, dtype=torch.float64)

@@ -1,17 +1,19 @@
-"""Compile the kernels for GPUs this machine does not have, and print what the code looks like.
+"""Compile the kernels for GPUs that this machine does not have, and print properties of the code.
 
-A script, not a module of the tests: Triton must be imported without TRITON_INTERPRET, which the
-interpreter tests of the same pytest process need. Prints one JSON list of variants.
+A script, because Triton must be imported without TRITON_INTERPRET, which other tests of the same
+process need. Prints a JSON list of variants.
 """
 
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -41,85 +43,59 @@ TARGETS = {
     "sm_100": (GPUTarget("cuda", 100, 32), SOME_PAIRS),
     "gfx942": (GPUTarget("hip", "gfx942", 64), SOME_PAIRS),
 }
-# Of the quantizing kernels.
-# Gradients, aligned, error feedback; and for sums, ranks instead of gradients.
+# For the kernels that quantize: gradients, whether they are aligned, error feedback.
 GRADIENTS = {
     "sm_80": [(tl.float32, True, True), (tl.bfloat16, False, True)],
     "sm_90": [
-        *((dtype, aligned, True) for dtype in SPELLING for aligned in (True, False)),
+        *((dtype, True, True) for dtype in (tl.float16, tl.bfloat16, tl.float32)),
+        *((dtype, False, True) for dtype in (tl.float16, tl.bfloat16, tl.float32)),
         *((dtype, True, False) for dtype in (tl.float32, tl.bfloat16)),
     ],
     "sm_100": [(tl.float32, True, True), (tl.bfloat16, True, True)],
     "gfx942": [(tl.float32, True, True), (tl.bfloat16, False, True)],
 }
+# For the kernel that sums: number of ranks, error feedback.
 SUMS = {
     "sm_80": [(8, True)],
     "sm_90": [*((ranks, True) for ranks in (1, 3, 8, 64)), (8, False)],
     "sm_100": [(8, True)],
     "gfx942": [(1, True), (8, True)],
 }
-KERNELS = {"flatten": (flatten._launch, "SOURCE"), "unflatten": (unflatten._launch, "TARGET")}
+# Pointers that need not be divisible by 16.
+ANYWHERE = ("factor", "headers")
+TABLES = {"chunks": "*i64", "dynamic": "*i64"}
 
 
-def compile_as_launched(
-    launcher: Launcher,
-    target: GPUTarget,
-    pointers: dict[str, str | tuple[str, ...]],
-    constexprs: dict,
-    anywhere: Sequence[str] = (),
-    num_warps: int = WARPS,
-):
-    """Compile as ``Launcher`` would: integers unspecialized, base pointers divisible by 16.
+class Variant(NamedTuple):
+    """A kernel for certain arguments."""
 
-    Except those to what may lie ``anywhere``.
-    """
-    kernel = launcher.kernel
-    divisible = [["tt.divisibility", 16]]
-    if target.backend == "hip":  # a storage below 2 GiB, as nearly every bucket is
-        divisible = [*divisible, ["tt.pointer_range", 32]]
-    names = kernel.arg_names
-    signature = dict.fromkeys(names, "i32") | pointers | dict.fromkeys(constexprs, "constexpr")
-    source = ASTSource(
-        kernel,
-        signature={argument: signature[argument] for argument in names},
-        constexprs={(names.index(k),): v for k, v in constexprs.items()},
-        attrs={
-            (names.index(each),): divisible
-            for each, kind in pointers.items()
-            if kind[0] == "*" and each not in anywhere
-        },
-    )
-    return triton.compile(source, target=target, options={"num_warps": num_warps, **OPTIONS})
+    facts: dict[str, Any]  # by which test_aot.py chooses it
+    launcher: Launcher
+    pointers: dict[str, Any]  # the types of all arguments that are neither integers nor constants
+    constexprs: dict[str, Any]  # the constants
+    num_warps: int = WARPS
 
-
-def compile_variant(
-    name: str,
-    target: GPUTarget,
-    grad: tl.dtype,
-    wire: tl.dtype,
-    aligned: bool,
-    in_place: bool = False,
-    joint: bool = False,
-):
-    launcher, grad_name = KERNELS[name]
-    pointers = {"chunks": "*i64", "dynamic": "*i64", "bucket": f"*{SPELLING[wire]}"}
-    constexprs = {
-        grad_name: grad,
-        "COMPUTE": tl.float64 if tl.float64 in (grad, wire) else tl.float32,
-        "BLOCK": BLOCK,
-        "ALIGNED": aligned,
-        "EMULATE": False,
-    }
-    if name == "flatten":
-        constexprs["FLAG_BLOCK"] = FLAG_BLOCK
-    else:
-        pointers["factor"] = "*fp64"
-        constexprs["WIRE"] = wire
-        constexprs["IN_PLACE"] = in_place
-        if joint:
-            constexprs |= {"dynamic": None, "bucket": None}
-    pointers = {name: kind for name, kind in pointers.items() if name not in constexprs}
-    return compile_as_launched(launcher, target, pointers, constexprs, anywhere=["factor"])
+    def compile(self, target: GPUTarget) -> Any:
+        """Compile as ``Launcher`` does: integers unspecialized, base pointers divisible by 16."""
+        kernel = self.launcher.kernel
+        divisible = [["tt.divisibility", 16]]
+        if target.backend == "hip":  # a storage below 2 GiB, as nearly every bucket is
+            divisible = [*divisible, ["tt.pointer_range", 32]]
+        names = kernel.arg_names
+        pointers = {k: v for k, v in self.pointers.items() if k not in self.constexprs}
+        constexprs = dict.fromkeys(self.constexprs, "constexpr")
+        source = ASTSource(
+            kernel,
+            signature={name: (pointers | constexprs).get(name, "i32") for name in names},
+            constexprs={(names.index(k),): v for k, v in self.constexprs.items()},
+            attrs={
+                (names.index(name),): divisible
+                for name, kind in pointers.items()
+                if kind[0] == "*" and name not in ANYWHERE
+            },
+        )
+        options = {"num_warps": self.num_warps, **OPTIONS}
+        return triton.compile(source, target=target, options=options)
 
 
 def nvidia_facts(compiled) -> dict:
@@ -175,95 +151,89 @@ def amd_facts(compiled) -> dict:
     }
 
 
-def facts_of(compiled, target: GPUTarget) -> dict:
-    """What the code looks like."""
-    return (nvidia_facts if target.backend == "cuda" else amd_facts)(compiled)
-
-
-def copying(architecture: str) -> Iterator[dict]:
+def copying(architecture: str) -> Iterator[Variant]:
     """Variants of the kernels that flatten and unflatten."""
-    target, pairs = TARGETS[architecture]
-    for name in KERNELS:
-        for grad, wire in pairs:
-            kinds = [{"aligned": True}, {"aligned": False}]
-            if name == "unflatten" and (grad, wire) in SOME_PAIRS:
-                kinds += [{**each, "joint": True} for each in kinds]
-            if name == "unflatten" and grad is wire:  # gradients may live in the bucket
-                kinds += [{**each, "in_place": True} for each in kinds if each["aligned"]]
-            for kind in kinds:
-                compiled = compile_variant(name, target, grad, wire, **kind)
-                yield {
-                    "kernel": name,
-                    "copies": True,
-                    "grad": SPELLING[grad],
-                    "wire": SPELLING[wire],
-                    **dict.fromkeys(("in_place", "joint"), False),
-                    **kind,
-                    "rearranges": compiled.asm["ttgir"].count("convert_layout"),
-                    **facts_of(compiled, target),
-                }
+    for grad, wire in TARGETS[architecture][1]:
+        pointers = {**TABLES, "bucket": f"*{SPELLING[wire]}"}
+        compute = tl.float64 if tl.float64 in (grad, wire) else tl.float32
+        common = {"COMPUTE": compute, "BLOCK": BLOCK, "EMULATE": False}
+        facts = {"copies": True, "grad": SPELLING[grad], "wire": SPELLING[wire]}
+        for aligned in (True, False):
+            yield Variant(
+                {**facts, "kernel": "flatten", "aligned": aligned, "in_place": False},
+                flatten._launch,
+                pointers,
+                {**common, "SOURCE": grad, "ALIGNED": aligned, "FLAG_BLOCK": FLAG_BLOCK},
+            )
+        for aligned, in_place, joint in itertools.product((True, False), repeat=3):
+            if in_place and not (aligned and grad is wire):
+                continue
+            if joint and (grad, wire) not in SOME_PAIRS:
+                continue
+            constexprs = {**common, "TARGET": grad, "WIRE": wire, "ALIGNED": aligned}
+            constexprs |= {"IN_PLACE": in_place}
+            if joint:  # the chunks have the addresses
+                constexprs |= {"dynamic": None, "bucket": None}
+            kind = {"aligned": aligned, "in_place": in_place, "joint": joint}
+            yield Variant(
+                {**facts, "kernel": "unflatten", **kind},
+                unflatten._launch,
+                {**pointers, "factor": "*fp64"},
+                constexprs,
+            )
 
 
-def writing_addresses(architecture: str) -> Iterator[dict]:
-    target, _ = TARGETS[architecture]
+def writing_addresses(architecture: str) -> Iterator[Variant]:
     for size in device_tables._SIZES:
-        pointers: dict[str, str | tuple[str, ...]] = {"dynamic": "*i64"}
-        pointers["addresses"] = ("i64",) * size
-        compiled = compile_as_launched(device_tables._launch, target, pointers, {}, num_warps=1)
-        yield {"kernel": "addresses", "size": size, **facts_of(compiled, target)}
+        pointers = {"dynamic": "*i64", "addresses": ("i64",) * size}
+        facts = {"kernel": "addresses", "size": size}
+        yield Variant(facts, device_tables._launch, pointers, {}, num_warps=1)
 
 
-def quantizing(architecture: str) -> Iterator[dict]:
-    target, _ = TARGETS[architecture]
-    tables = {"chunks": "*i64", "dynamic": "*i64"}
+def quantizing(architecture: str) -> Iterator[Variant]:
     code = dict(zip(("LIMIT", "CODE", "WRITE", "READ"), INT8.constexprs, strict=True))
     common = {"BLOCK": BLOCK, **code}
     for dtype, aligned, feedback in GRADIENTS[architecture]:
-        if dtype == tl.float64:
-            continue
         sums = {"FLAG_BLOCK": FLAG_BLOCK, "FEEDBACK": feedback}
         shared = {**common, "ALIGNED": aligned, "EMULATE": False}
         facts = {"grad": SPELLING[dtype], "aligned": aligned, "feedback": feedback}
-        # Shares are aligned parts of a flat buffer, whose dtype is one of these.
-        is_shared = feedback and aligned and dtype in (tl.float32, tl.bfloat16)
-        for share in (False, True)[: 1 + is_shared]:
-            compiled = compile_as_launched(
+        # Shares are aligned parts of a flat buffer, which has one of these dtypes.
+        may_share = feedback and aligned and dtype in (tl.float32, tl.bfloat16)
+        for share in (False, True) if may_share else (False,):
+            yield Variant(
+                {**facts, "kernel": "quantize", "share": share},
                 quantize._launch,
-                target,
-                {**tables, "message": "*u8", "residuals": "*fp32"},
+                {**TABLES, "message": "*u8", "residuals": "*fp32"},
                 {**shared, **sums, "SHARE": share, "SOURCE": dtype},
             )
-            yield {**facts, "kernel": "quantize", "share": share, **facts_of(compiled, target)}
         if feedback:
-            compiled = compile_as_launched(
+            yield Variant(
+                {**facts, "kernel": "dequantize"},
                 dequantize._launch,
-                target,
-                {**tables, "message": "*u8", "flags": "*fp32", "factor": "*fp64"},
+                {**TABLES, "message": "*u8", "flags": "*fp32", "factor": "*fp64"},
                 {**shared, "TARGET": dtype},
-                anywhere=["factor"],
             )
-            yield {**facts, "kernel": "dequantize", **facts_of(compiled, target)}
     for ranks, feedback in SUMS[architecture]:
-        sums = {"FLAG_BLOCK": FLAG_BLOCK, "FEEDBACK": feedback}
-        compiled = compile_as_launched(
+        yield Variant(
+            {"kernel": "reduce_parts", "ranks": ranks, "feedback": feedback},
             reduce_parts._launch,
-            target,
             {"received": "*u8", "residuals": "*fp32", "flags": "*fp32", "headers": "*fp32"},
-            {**common, **sums, "RANKS": ranks},
-            anywhere=["headers"],
+            {**common, "FLAG_BLOCK": FLAG_BLOCK, "FEEDBACK": feedback, "RANKS": ranks},
         )
-        facts = {"kernel": "reduce_parts", "ranks": ranks, "feedback": feedback}
-        yield {**facts, **facts_of(compiled, target)}
 
 
 def main() -> None:
-    variants = [
-        {"architecture": architecture, **each}
-        for architecture in sys.argv[1:]
-        for of in (copying, writing_addresses, quantizing)
-        for each in of(architecture)
-    ]
-    json.dump(variants, sys.stdout)
+    found = []
+    for architecture in sys.argv[1:]:
+        target, _ = TARGETS[architecture]
+        for variants in (copying, writing_addresses, quantizing):
+            for variant in variants(architecture):
+                compiled = variant.compile(target)
+                facts = (nvidia_facts if target.backend == "cuda" else amd_facts)(compiled)
+                rearranges = compiled.asm["ttgir"].count("convert_layout")
+                facts |= {"architecture": architecture, "rearranges": rearranges}
+                found.append({**variant.facts, **facts})
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":

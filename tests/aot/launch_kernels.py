@@ -1,14 +1,13 @@
-"""Launch a kernel by a driver that does nothing, and print what Triton has been asked to do.
+"""Launch a kernel by a driver that does nothing, and print what Triton has asked of the driver.
 
-A script, for the reason that compile_kernels.py gives. Prints one JSON list.
+A script, for the same reason as compile_kernels.py. Prints a JSON list.
 
-Triton compiles for an architecture without a GPU. Its own Python runs down to the function in C
-that launches; that, and what else asks the driver, are here functions in C that do nothing. Tensors
-are on the CPU. What a GPU's driver takes itself (some 5 us a launch) is not seen.
+Triton compiles for an architecture without a GPU. Functions that do nothing replace those in C that
+launch and that ask the driver. Tensors are on the CPU. The time of a real driver (some 5 us for a
+launch) is not measured.
 """
 
 import contextlib
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -29,19 +28,13 @@ from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 from tritonddp.kernels.launch import OPTIONS
 
 ENTER, EXIT = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-
-
-_ZERO = int  # in C, takes no argument
-
+_ZERO = int  # a function in C that takes no argument
 _PROPERTIES = {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
 
 
 @contextlib.contextmanager
 def faked_driver(launch: Callable[..., Any]) -> Iterator[None]:
-    """Context: Triton finds one GPU, and launches by ``launch``; the GPU is the current one.
-
-    ``launch`` takes what Triton's function in C of that name takes.
-    """
+    """Context: Triton finds one GPU, the current one, and calls ``launch`` to launch."""
     utils = SimpleNamespace(
         launch=launch,
         build_signature_metadata=lambda _: b"",
@@ -77,7 +70,7 @@ def faked_driver(launch: Callable[..., Any]) -> Iterator[None]:
 
 
 def counted(function: Callable[[], Any]) -> int:
-    """How many functions the third of three calls calls, in Python and in C."""
+    """Number of functions that the third of three calls runs, in Python and in C."""
     count = 0
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -91,11 +84,11 @@ def counted(function: Callable[[], Any]) -> int:
         function()
     finally:
         sys.setprofile(None)
-    return count - 1  # that of setprofile
+    return count - 1  # without setprofile itself
 
 
 def steady() -> tuple[FlatBuffer, dict[str, Callable[[], Any]]]:
-    """A bucket whose launches are prepared, and what a step does with it."""
+    """A bucket whose launches are prepared, and the calls of a step."""
     shapes, strides = [[64, 64]] * 15, [(64, 1)] * 15
     layout = Layout.of(shapes, strides, 16, 3)
     flat = FlatBuffer(layout, torch.float32, torch.device("cpu"))
@@ -104,45 +97,18 @@ def steady() -> tuple[FlatBuffer, dict[str, Callable[[], Any]]]:
         "flatten": partial(flatten.flatten, flat, grads, used, 0.5, bytes(3)),
         "unflatten": partial(unflatten.unflatten, flat, grads),
     }
-    moved = itertools.cycle([[torch.ones(64, 64) for _ in shapes] for _ in range(2)])
-    other, *several = (FlatBuffer(layout, torch.float32, flat.data.device) for _ in range(5))
-    functions["flatten, moved"] = lambda: flatten.flatten(other, next(moved), used, 0.5, bytes(3))
-    for each in several:
-        flatten.flatten(each, grads, used, 0.5, bytes(3))
-    functions["unflatten, four"] = partial(unflatten.JointUnflatten(several), [grads] * 4)
     for function in functions.values():
         function()
         function()
-    for each in (flat, other, *several):
-        each.tables.device_index = 0  # as of tensors on the GPU that is current
+    flat.tables.device_index = 0  # as for tensors on the current GPU
     return flat, functions
-
-
-def prepared_of(flat: FlatBuffer) -> Any:
-    """The launch that is prepared to flatten ``flat``."""
-    launches = flat.tables.launches
-    return next(found for key, found in launches.items() if flatten._launch in (key, key[0]))
-
-
-def compiled(flat: FlatBuffer) -> Any:
-    """The kernel that flattens ``flat``."""
-    tables, arguments = flat.tables, prepared_of(flat).args
-    tensors = tables.chunks, tables.dynamic, flat.data
-    options = {"grid": (1, 1, 1), "num_warps": tables.num_warps, **OPTIONS}
-    return flatten._launch.kernel.warmup(*tensors, *arguments[3:], **options)
-
-
-def by_triton(flat: FlatBuffer) -> Callable[[], None]:
-    """What is prepared to flatten ``flat``, as Triton would launch it."""
-    grid = flat.tables.num_chunks + 1, 1, 1
-    return partial(compiled(flat)[grid], *prepared_of(flat).args)
 
 
 def main() -> None:
     asked: list[tuple[Any, ...]] = []
 
     def launch(*arguments: Any) -> None:
-        """As Triton's in C, which calls the hooks with what is before them."""
+        """As Triton's in C, which calls the hooks with the argument before them."""
         asked.append(arguments)
         place = next((at for at, each in enumerate(arguments) if each is hooks[0]), None)
         if place is not None:
@@ -155,17 +121,29 @@ def main() -> None:
     facts: dict[str, Any] = {}
     with faked_driver(launch=launch):
         flat, functions = steady()
-        prepared = prepared_of(flat)
+        tables, launches = flat.tables, flat.tables.launches
+        prepared = next(
+            found for key, found in launches.items() if flatten._launch in (key, key[0])
+        )
+
+        def compiled() -> Any:
+            """The kernel that flattens ``flat``."""
+            tensors = tables.chunks, tables.dynamic, flat.data
+            options = {"grid": (1, 1, 1), "num_warps": tables.num_warps, **OPTIONS}
+            return flatten._launch.kernel.warmup(*tensors, *prepared.args[3:], **options)
+
+        def by_triton() -> Callable[[], None]:
+            """The same launch through Triton's own functions."""
+            return partial(compiled()[tables.num_chunks + 1, 1, 1], *prepared.args)
 
         def compare() -> list[list[str]]:
-            """What is handed to C in our way and in Triton's, where that is not the same object."""
+            """The types of the arguments of our launch that differ from those of Triton's."""
             asked.clear()
             prepared()
-            by_triton(flat)()
+            by_triton()()
             ours, theirs = ([*_flat(arguments)] for arguments in asked)
-            assert len(ours) == len(theirs)
             pairs = zip(ours, theirs, strict=True)
-            return [[_kind(a), _kind(b)] for a, b in pairs if a is not b and a != b]
+            return [[type(a).__name__, type(b).__name__] for a, b in pairs if a is not b and a != b]
 
         facts["unhooked"] = compare()
         seen: list[Any] = []
@@ -185,13 +163,13 @@ def main() -> None:
             knobs.runtime.launch_enter_hook = hooks[0] = other
             facts[name] = compare()
             knobs.runtime.launch_enter_hook = hooks[0] = ENTER
-        kernel = compiled(flat)
+        kernel = compiled()
         raw = partial(kernel.run, 1, 1, 1, 0, kernel.function, b"", None, None, None)
-        facts["compiled once"] = kernel is compiled(flat)
+        facts["compiled once"] = kernel is compiled()
         facts["calls"] = {
             "run": counted(raw),
             "prepared": counted(prepared),
-            "by triton": counted(by_triton(flat)),
+            "by triton": counted(by_triton()),
             **{name: counted(function) for name, function in functions.items()},
         }
     json.dump([facts], sys.stdout)
@@ -203,10 +181,6 @@ def _flat(arguments: tuple[Any, ...]) -> Any:
             yield from _flat(tuple(each))
         else:
             yield each
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The code that Triton makes of the kernels, for GPUs that this machine need not have.
+"""The machine code of the kernels, for GPUs that this machine need not have.
 
-Compiled in a process of its own: in this one the kernels may be interpreted.
+It is compiled in another process, because this one may interpret the kernels.
 """
 
 import json
@@ -11,25 +11,20 @@ from pathlib import Path
 import launched
 import pytest
 from launched import ROOT
-from versions import HAS_AMD_CODE, needs_amd_code
+from versions import HAS_AMD_CODE
 
 pytest.importorskip("triton")
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", *(["gfx942"] if HAS_AMD_CODE else []))
-ARCHITECTURE = pytest.mark.parametrize(
-    "architecture", ["sm_80", "sm_90", "sm_100", pytest.param("gfx942", marks=needs_amd_code)]
-)
-THREADS = {"sm_80": 128, "sm_90": 128, "sm_100": 128, "gfx942": 256}
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 BLOCK = 2048
 
-# Most registers a thread may take, by (aligned, fp64 on either side). Measured with Triton 3.6.0,
-# 3.7.1 and 3.9.0, most of all four architectures: 32, 48, 40 and 54. NVIDIA allots 8 at a time, so
-# that anything above the next multiple of 8 costs occupancy.
+# At most this many registers for a thread, by (aligned, fp64 on either side). Measured with Triton
+# 3.6.0, 3.7.1 and 3.9.0, the maxima of all architectures were 32, 48, 40 and 54. NVIDIA allots 8 at
+# a time, so more than the next multiple of 8 costs occupancy.
 REGISTERS = {(True, False): 32, (True, True): 48, (False, False): 40, (False, True): 56}
-# Likewise, by (kernel, error feedback). With Triton 3.6.0, 3.7.1, 3.8.0 and
-# 3.9.0 it was, at most of all four architectures, 64, 46, 78, 56 and 56. A thread has 16 elements:
-# what is under way at once is enough for the memory at a third of the occupancy.
+# By (kernel, error feedback). Measured with Triton 3.6.0, 3.7.1, 3.8.0 and 3.9.0, the maxima were
+# 64, 46, 78, 56 and 56. A thread has 16 elements: enough loads for a third of the occupancy.
 REGISTERS_OF_QUANTIZING = {
     ("quantize", True): 64,
     ("quantize", False): 48,
@@ -45,7 +40,7 @@ def compiled() -> list[dict]:
 
 
 def run(script: str, *arguments: str) -> list[dict]:
-    """What a script of this folder has to say of the code."""
+    """The JSON list that a script of this folder prints."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment, file = {"PYTHONPATH": path}, Path(__file__).with_name(script)
     done = launched.run(file, *arguments, nproc=None, env=environment, timeout=500)
@@ -54,55 +49,57 @@ def run(script: str, *arguments: str) -> list[dict]:
 
 
 def assert_all(compiled: list[dict], is_right: Callable[[dict], bool], **kind: object) -> None:
-    """Each variant of this kind is right, and there are some."""
+    """Each variant of this kind is right, and each architecture has one."""
     variants = [each for each in compiled if kind.items() <= each.items()]
-    assert variants, f"nothing was compiled for {kind}"
+    assert {each["architecture"] for each in variants} == {*ARCHITECTURES}, kind
     wrong = [each for each in variants if not is_right(each)]
     assert not wrong, "\n".join(["", *map(str, wrong)])
 
 
-def wide(dtype: str, architecture: str) -> int:
-    """16-byte accesses a thread needs for its share of a chunk."""
-    return BLOCK * ITEMSIZE[dtype] // (16 * THREADS[architecture])
+def elements(variant: dict) -> int:
+    """Elements of a chunk for each thread."""
+    return BLOCK // (256 if variant["architecture"] == "gfx942" else 128)
+
+
+def wide(dtype: str, variant: dict) -> int:
+    """Number of 16-byte accesses with which a thread moves its elements of a chunk."""
+    return elements(variant) * ITEMSIZE[dtype] // 16
 
 
 def sides(variant: dict) -> tuple[str, str]:
-    """The dtypes loaded and stored."""
+    """The dtypes that are loaded and stored."""
     pair = variant["grad"], variant["wire"]
     return pair if variant["kernel"] == "flatten" else pair[::-1]
 
 
-@ARCHITECTURE
-def test_aligned_kernels_move_16_bytes_at_a_time(compiled, architecture):
+def test_aligned_kernels_move_16_bytes_at_a_time(compiled):
     def is_right(variant: dict) -> bool:
-        loaded, stored = (wide(dtype, architecture) for dtype in sides(variant))
-        # The body, the tail and the flags.
+        loaded, stored = (wide(dtype, variant) for dtype in sides(variant))
+        # Loads of the tables may be wide, too. The tail and the flags are stored separately.
         return (
-            variant["loads"].count(16) >= loaded  # those of the tables may be wide as well
+            variant["loads"].count(16) >= loaded
             and variant["stores"].count(16) == stored
             and len(variant["stores"]) <= stored + 2
         )
 
-    assert_all(compiled, is_right, architecture=architecture, copies=True, aligned=True)
+    assert_all(compiled, is_right, copies=True, aligned=True)
 
 
-@ARCHITECTURE
-def test_misaligned_kernels_keep_to_the_itemsize_at_gradients_only(compiled, architecture):
-    # A wide access to a misaligned gradient is a fault; the bucket's side can still be wide.
+def test_misaligned_kernels_access_gradients_one_by_one(compiled):
+    """A wide access to a misaligned gradient is a fault; accesses to the bucket can be wide."""
+
     def is_right(variant: dict) -> bool:
         loaded, stored = sides(variant)
         if variant["kernel"] == "flatten":
-            elements = BLOCK // THREADS[architecture]
-            narrow = variant["loads"].count(ITEMSIZE[loaded]) >= elements
-            return narrow and variant["stores"].count(16) == wide(stored, architecture)
-        narrow = set(variant["stores"]) == {ITEMSIZE[stored]}
-        return narrow and variant["loads"].count(16) >= wide(loaded, architecture)
+            is_narrow = variant["loads"].count(ITEMSIZE[loaded]) >= elements(variant)
+            return is_narrow and variant["stores"].count(16) == wide(stored, variant)
+        is_narrow = set(variant["stores"]) == {ITEMSIZE[stored]}
+        return is_narrow and variant["loads"].count(16) >= wide(loaded, variant)
 
-    assert_all(compiled, is_right, architecture=architecture, copies=True, aligned=False)
+    assert_all(compiled, is_right, copies=True, aligned=False)
 
 
-@ARCHITECTURE
-def test_nothing_is_spilled_and_registers_stay_under_the_cap(compiled, architecture):
+def test_nothing_is_spilled_and_registers_stay_under_the_limit(compiled):
     def is_right(variant: dict) -> bool:
         if variant["kernel"] == "addresses":
             most = 24
@@ -112,7 +109,7 @@ def test_nothing_is_spilled_and_registers_stay_under_the_cap(compiled, architect
             most = REGISTERS_OF_QUANTIZING[variant["kernel"], variant["feedback"]]
         return not variant["spilled"] and variant["registers"] <= most
 
-    assert_all(compiled, is_right, architecture=architecture)
+    assert_all(compiled, is_right)
 
 
 def test_all_pairs_of_dtypes_compile_for_sm_90(compiled):
@@ -120,97 +117,74 @@ def test_all_pairs_of_dtypes_compile_for_sm_90(compiled):
     assert len({(v["kernel"], v["grad"], v["wire"], v["aligned"]) for v in found}) == 2 * 16 * 2
 
 
-@ARCHITECTURE
-def test_kernels_that_work_in_place_have_each_thread_write_what_it_has_read(compiled, architecture):
-    # Else a thread could read what another one has scaled already. (Gradients that live in the
-    # buffer are aligned, and of its dtype.)
-    assert_all(
-        compiled,
-        lambda v: v["grad"] != v["wire"] or not v["rearranges"],
-        architecture=architecture,
-        copies=True,
-        aligned=True,
-    )
-    for joint in (False, True):
-        kind = {"architecture": architecture, "in_place": True, "joint": joint}
-        assert_all(compiled, lambda v: v["aligned"], **kind)
-
-
-@ARCHITECTURE
-def test_addresses_are_written_by_one_store_each_and_read_from_no_memory(compiled, architecture):
-    assert_all(
-        compiled,
-        lambda v: v["stores"] == [8] * v["size"] and (architecture == "gfx942" or not v["loads"]),
-        architecture=architecture,
-        kernel="addresses",
-    )
-
-
-# Quantizing
-
-
-def bytes_of_numbers(architecture: str) -> int:
-    """A thread's numbers of 8 bits, which it loads or stores in one access."""
-    return 8 if architecture.startswith("gfx") else 16
-
-
-@ARCHITECTURE
-def test_quantize_moves_16_bytes_at_a_time(compiled, architecture):
+def test_in_kernels_that_work_in_place_each_thread_writes_what_it_has_read(compiled):
+    # Otherwise a thread could read what another one has already scaled. Gradients that are views of
+    # the buffer are aligned, and have its dtype.
     def is_right(variant: dict) -> bool:
-        # Gradients are read twice in the code, as quantized ones and as exact ones.
-        gradients = 2 * wide(variant["grad"], architecture) if variant["aligned"] else 0
-        fp32 = wide("fp32", architecture)
+        return variant["grad"] != variant["wire"] or not variant["rearranges"]
+
+    assert_all(compiled, is_right, copies=True, aligned=True)
+    for joint in (False, True):
+        assert_all(compiled, lambda v: v["aligned"], in_place=True, joint=joint)
+
+
+def test_addresses_are_written_by_one_store_each_and_read_from_no_memory(compiled):
+    def is_right(variant: dict) -> bool:
+        reads_nothing = variant["architecture"] == "gfx942" or not variant["loads"]
+        return reads_nothing and variant["stores"] == [8] * variant["size"]
+
+    assert_all(compiled, is_right, kernel="addresses")
+
+
+# Kernels that quantize
+
+
+def test_quantize_moves_16_bytes_at_a_time(compiled):
+    def is_right(variant: dict) -> bool:
+        # The code reads gradients twice, quantized ones and exact ones.
+        fp32 = wide("fp32", variant)
         residuals = fp32 if variant["feedback"] else 0
-        expected = [16] * (residuals + fp32) + [bytes_of_numbers(architecture)]
-        # And a byte of the trailer, a scale, and the tail of exact gradients.
-        return variant["loads"].count(16) >= gradients + residuals and sorted(
-            variant["stores"]
-        ) == sorted([1, 4, 4, *expected])
+        # The numbers of a thread are one access. Further stores: a byte of the trailer, a scale,
+        # and the tail of exact gradients.
+        stores = sorted([1, 4, 4, *[16] * (residuals + fp32), elements(variant)])
+        if variant["aligned"]:
+            gradients = 2 * wide(variant["grad"], variant)
+            is_good = variant["loads"].count(16) >= gradients + residuals
+        else:
+            is_good = variant["loads"].count(ITEMSIZE[variant["grad"]]) >= 2 * elements(variant)
+            is_good = is_good and variant["loads"].count(16) >= residuals
+        return is_good and sorted(variant["stores"]) == stores
 
-    assert_all(compiled, is_right, architecture=architecture, kernel="quantize")
+    assert_all(compiled, is_right, kernel="quantize")
 
 
-@ARCHITECTURE
-def test_dequantize_moves_16_bytes_at_a_time(compiled, architecture):
+def test_dequantize_moves_16_bytes_at_a_time(compiled):
     def is_right(variant: dict) -> bool:
         if variant["aligned"]:
-            good = variant["stores"].count(16) == 2 * wide(variant["grad"], architecture)
+            is_good = variant["stores"].count(16) == 2 * wide(variant["grad"], variant)
         else:  # a wide access to a misaligned gradient is a fault
-            good = set(variant["stores"]) == {ITEMSIZE[variant["grad"]]}
-        good = good and bytes_of_numbers(architecture) in variant["loads"]
-        return good and variant["loads"].count(16) >= wide("fp32", architecture)
+            is_good = set(variant["stores"]) == {ITEMSIZE[variant["grad"]]}
+        is_good = is_good and elements(variant) in variant["loads"]
+        return is_good and variant["loads"].count(16) >= wide("fp32", variant)
 
-    assert_all(compiled, is_right, architecture=architecture, kernel="dequantize")
+    assert_all(compiled, is_right, kernel="dequantize")
 
 
-@ARCHITECTURE
-def test_reduce_parts_moves_16_bytes_at_a_time_and_loads_of_several_ranks_at_once(
-    compiled, architecture
-):
+def test_reduce_parts_moves_16_bytes_at_a_time_and_loads_of_several_ranks_at_once(compiled):
     def is_right(variant: dict) -> bool:
-        fp32 = wide("fp32", architecture)
-        together, residuals = min(variant["ranks"], 4), fp32 if variant["feedback"] else 0
-        expected = [16] * (residuals + fp32) + [bytes_of_numbers(architecture)]
+        fp32, ranks = wide("fp32", variant), min(variant["ranks"], 4)
+        residuals = fp32 if variant["feedback"] else 0
+        # Further stores: a scale, a flag and a header.
+        stores = sorted([4, 4, 4, *[16] * (residuals + fp32), elements(variant)])
         return (
-            sum(size >= 8 for size in variant["loads"]) >= residuals + together * (fp32 + 1)
-            and variant["loads"].count(16) >= residuals + together * fp32
-            # And a scale, a flag and a header.
-            and sorted(variant["stores"]) == sorted([4, 4, 4, *expected])
+            sum(size >= 8 for size in variant["loads"]) >= residuals + ranks * (fp32 + 1)
+            and variant["loads"].count(16) >= residuals + ranks * fp32
+            and sorted(variant["stores"]) == stores
         )
 
-    assert_all(compiled, is_right, architecture=architecture, kernel="reduce_parts")
-
-
-@ARCHITECTURE
-def test_misaligned_gradients_are_read_one_by_one(compiled, architecture):
-    each = 2 * BLOCK // THREADS[architecture]  # as quantized ones and as exact ones
-
-    def is_right(variant: dict) -> bool:
-        return variant["aligned"] or variant["loads"].count(ITEMSIZE[variant["grad"]]) >= each
-
-    assert_all(compiled, is_right, architecture=architecture, kernel="quantize")
+    assert_all(compiled, is_right, kernel="reduce_parts")
 
 
 def test_no_product_is_fused_with_a_sum(compiled):
-    # The bits would not be those of the CPU.
+    # The bits would differ from those of the CPU.
     assert_all(compiled, lambda v: "feedback" not in v or not v.get("fused"))

@@ -1,20 +1,19 @@
-"""Torch's own tests of DistributedDataParallel, and what lets them run on CPUs over gloo.
+"""Runs torch's own tests of DistributedDataParallel on CPUs over gloo.
 
-Most of the tests need no GPU: they say ``.cuda(rank)``, ``device_ids=[rank]`` or
-``torch.cuda.set_device(rank)`` and look at numbers. Here all of these mean the CPU. What a test
-computes, and what it expects, stays as torch wrote it, but for the size of one picture.
+Most of the tests do not need a GPU: they call ``.cuda(rank)`` or ``torch.cuda.set_device(rank)``,
+pass ``device_ids=[rank]``, and compare numbers. Here all of these mean the CPU. Computations and
+expectations of the tests are unchanged, except for the size of one image.
 """
 
 import contextlib
 import functools
-import inspect
 import os
 import unittest
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-# Read by the test module when it is imported: its decorators look at both.
+# The test module reads both when it is imported.
 os.environ.update(BACKEND="gloo", WORLD_SIZE="2")
 
 import torch
@@ -29,8 +28,7 @@ def _never_skips(*conditions: Any) -> Callable[[Any], Any]:
     return lambda test: test
 
 
-# Tests that need GPUs, or that torch skips (for what goes wrong in its CI), are run here as well:
-# what becomes of them is measured.
+# Also run the tests that need GPUs, and those that torch skips because of its CI.
 with (
     mock.patch.multiple(
         common_distributed,
@@ -48,7 +46,7 @@ _FACTORIES = ["arange", "empty", "full", "ones", "rand", "randint", "randn", "te
 
 
 class TorchsTests(distributed_test.DistributedTest._DistTestBase, distributed_test.TestDistBackend):
-    """All tests of the module, made for a machine that is slow or busy."""
+    """All tests of the module, with longer limits, for slow or busy machines."""
 
     def _barrier(self, wait_for: int | None = None, timeout: float = 60) -> None:
         distributed_test.Barrier.sync(wait_for, max(timeout, 60))
@@ -59,29 +57,10 @@ class TorchsTests(distributed_test.DistributedTest._DistTestBase, distributed_te
         super()._run_uneven_inputs_test(test_case, *args, **kwargs)
 
 
-def ddp_tests() -> list[str]:
-    """Names of the tests that name ``DistributedDataParallel``, or call what names it."""
-    functions = dict(inspect.getmembers(distributed_test.DistributedTest._DistTestBase, callable))
-    named = {
-        name: _names_in(inspect.unwrap(function).__code__)
-        for name, function in functions.items()
-        if hasattr(inspect.unwrap(function), "__code__")
-    }
-    reaching = {"DistributedDataParallel"}
-    while more := {n for n, names in named.items() if n not in reaching and names & reaching}:
-        reaching |= more
-    return sorted(name for name in reaching if name.startswith("test_"))
-
-
-def _names_in(code: Any) -> set[str]:
-    inner = [_names_in(const) for const in code.co_consts if hasattr(const, "co_names")]
-    return {*code.co_names, *code.co_freevars}.union(*inner)
-
-
 def run(name: str, rank: int, world_size: int, ddp: str, folder: str) -> int:
-    """Run one test as one rank, in this process, and return how often it has called the class.
+    """Run one test as one rank, and return how often it has made a wrapper.
 
-    The process is of no use afterwards: names of torch are replaced for good.
+    The process cannot be used afterwards, because names of torch are replaced.
     """
     os.environ.update(WORLD_SIZE=str(world_size), RANK=str(rank), TEMP_DIR=folder)
     torch.set_num_threads(1)
@@ -105,7 +84,7 @@ def run(name: str, rank: int, world_size: int, ddp: str, folder: str) -> int:
 
 
 def _put_in_place(ddp: str) -> list[None]:
-    """Make ``ddp`` the class that tests find; return a list that grows with each construction."""
+    """Make ``ddp`` the class that tests use; return a list that grows with each wrapper."""
     constructed: list[None] = []
     for name, cls in CLASSES.items():
         cls.__init__ = _counted(cls.__init__, constructed, allowed=name == ddp)
@@ -141,7 +120,7 @@ def _let_cuda_mean_the_cpu(rank: int, world_size: int) -> None:
 
 
 class _Immediate:
-    """A stream or an event of a device that has done everything at once: there is no waiting."""
+    """A stream or an event of a device that does all work at once, so that nothing waits."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 

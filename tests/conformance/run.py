@@ -1,12 +1,12 @@
-"""Run torch's own tests of DistributedDataParallel against stock's class or ours.
+"""Run torch's own tests of DistributedDataParallel with stock's class or ours.
 
-    python tests/conformance/run.py --ddp stock|ours [-k NAME]
+    echo NAME | python tests/conformance/run.py stock|ours
 
-Each rank of each test is a process forked from this one, which has imported torch once. Whatever a
-test leaves behind (patched names, groups, threads, debug levels) ends with it.
+For each name on stdin it prints the outcome as a line of JSON.
+Each rank of each test is a process that is forked from this one, which has imported torch once. So
+patched names, groups, threads and debug levels of a test end with it.
 """
 
-import argparse
 import contextlib
 import ctypes
 import dataclasses
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import on_cpu
 import torch
-from expected import EXPECTED, PASSES, WORLD_SIZES
+from expected import WORLD_SIZES
 
 TIMEOUT = 400.0
 # Once one rank has failed, the others have this long to end by themselves.
@@ -36,15 +36,15 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a test, or of one rank of it."""
+    """The outcome of a test, or of one rank of it."""
 
-    kind: str  # "passed", "failed", "timed out", "died" or "constructed nothing"
+    kind: str  # "passed", "failed", "timed out", "died", "did not end" or "constructed nothing"
     reason: str = ""  # one line
-    details: str = ""
+    details: str = ""  # tracebacks and logs
 
 
 def run_test(name: str, ddp: str, timeout: float = TIMEOUT) -> Outcome:
-    """Run one test on as many ranks as it needs, and leave none of them alive."""
+    """Run one test on as many ranks as it needs, and end them all."""
     world_size = WORLD_SIZES.get(name, 2)
     with tempfile.TemporaryDirectory(prefix="tritonddp-conformance-") as folder:
         for part in ("barrier", "test_dir", "init_dir"):
@@ -71,11 +71,11 @@ def run_test(name: str, ddp: str, timeout: float = TIMEOUT) -> Outcome:
 
 
 def _fork(name: str, rank: int, world_size: int, ddp: str, folder: str) -> tuple[Connection, int]:
-    """A rank, which is the leader of a process group; and where its outcome arrives."""
+    """Start a rank, the leader of a process group; its outcome arrives at the connection."""
     ours, theirs = Pipe(duplex=False)
     pid = os.fork()
     if pid:
-        theirs.close()  # before the next fork: else the end of this rank could not be seen
+        theirs.close()  # before the next fork, so that the end of this rank is noticed
         os.setpgid(pid, pid)
         return ours, pid
     try:
@@ -100,7 +100,7 @@ def _outcome(name: str, rank: int, world_size: int, ddp: str, folder: str) -> Ou
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         return Outcome("failed", reason, "".join(traceback.format_exception(error)))
     if not constructed:
-        return Outcome("constructed nothing", "it passes without the class under test")
+        return Outcome("constructed nothing", "it passes without making a wrapper")
     return Outcome("passed")
 
 
@@ -136,46 +136,12 @@ def _end_of(log: Path) -> str:
     return log.read_text(errors="replace")[-10_000:] if log.exists() else ""
 
 
-def run_and_print(names: list[str], ddp: str, verbose: bool) -> int:
-    """Print a table of outcomes; return how many are not as expected."""
-    passed = unexpected = 0
-    for name in names:
-        outcome = run_test(name, ddp)
-        why = EXPECTED[ddp].get(name, "not in expected.py")
-        as_expected = (outcome.kind == "passed") == (why == PASSES)
-        passed += outcome.kind == "passed"
-        unexpected += not as_expected
-        notes = [] if as_expected else [f"UNEXPECTED, the table says: {why};"]
-        notes.append(why if as_expected and why != PASSES else outcome.reason)
-        print(f"{name:<83} {outcome.kind:<10} {' '.join(notes)}".rstrip(), flush=True)
-        if verbose:
-            print(outcome.details)
-    print(f"{ddp}: {passed} of {len(names)} passed, {unexpected} not as expected")
-    return unexpected
-
-
-def answer(ddp: str) -> None:
-    """Write the names of all tests; then the outcome of each that is read. JSON, a line each."""
-    print(json.dumps(on_cpu.ddp_tests()), flush=True)
-    for line in sys.stdin:
-        print(json.dumps(dataclasses.asdict(run_test(line.strip(), ddp))), flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ddp", choices=list(on_cpu.CLASSES), default="ours")
-    parser.add_argument("-k", dest="part", default="", help="only tests whose names hold this")
-    parser.add_argument("-v", dest="verbose", action="store_true", help="tracebacks and logs too")
-    parser.add_argument("--answer", action="store_true", help="run what is asked for on stdin")
-    arguments = parser.parse_args()
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # what forked processes share, they do not look through
-    if arguments.answer:
-        answer(arguments.ddp)
-        return
-    names = [name for name in on_cpu.ddp_tests() if arguments.part in name]
-    sys.exit(1 if run_and_print(names, arguments.ddp, arguments.verbose) else 0)
+    gc.freeze()  # so that forked processes do not collect what they share
+    for line in sys.stdin:
+        print(json.dumps(dataclasses.asdict(run_test(line.strip(), sys.argv[1]))), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Nets that are trained on a device, and the gradients that they get."""
+"""A module to train on a device, its inputs, and its gradients."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def dense() -> nn.Module:
 
 
 def gradients(module: nn.Module) -> list[Tensor | None]:
-    """Those that there are, dense and on the CPU."""
+    """Copies on the CPU, dense."""
     grads = [param.grad for param in module.parameters()]
     return [None if grad is None else grad.to_dense().detach().cpu().clone() for grad in grads]
 
 
 def batch(step: int, rank: int | None = None) -> Tensor:
-    """What ``rank``, by default this one, is given in a step, on the CPU."""
+    """The inputs of ``rank``, by default this one, on the CPU."""
     return drawn(8, WIDTH, step=step, rank=rank)

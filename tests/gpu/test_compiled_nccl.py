@@ -1,4 +1,4 @@
-"""A wrapper that torch.compile traces as a whole, over NCCL, compiled by inductor."""
+"""torch.compile with inductor traces a wrapper as one graph, over NCCL."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ class Tied(Layers):
 
 
 @everywhere
-def test_one_graph_has_the_means_and_buckets_leave_while_it_runs(
+def test_one_graph_has_the_means_and_sends_buckets_while_it_runs(
     device: torch.device, view: bool
 ) -> None:
     if is_recorded(device):
-        return  # dynamo does not trace what pretends to be a GPU's
+        return  # dynamo does not trace tensors of the recorded device
     backend = "inductor" if device.type == "cuda" else "aot_eager"
-    options = {"place": device, "gradient_as_bucket_view": view}
-    with one_graph(Tied, backend, **options) as net, watched() as left:
+    with (
+        one_graph(Tied, backend, place=device, gradient_as_bucket_view=view) as net,
+        watched() as sent,
+    ):
         for number in range(5):
             net.step(number, set_to_none=number != 4)
             net.assert_means(number, rtol=1e-3, atol=1e-5)
     if dist.get_world_size() > 1:
-        # All but the layer that is not used, and the last of the others, which waits for the end.
-        assert all(0 < gone == of - 1 for gone, of in left[1:4]), left
-        assert left[4][0] == 0
+        # All but the last bucket, which has the unused layer and waits for the end.
+        assert all(0 < early == total - 1 for early, total in sent[1:4]), sent
+        assert sent[4][0] == 0

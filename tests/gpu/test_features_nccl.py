@@ -1,43 +1,48 @@
-"""What else a wrapper does, over NCCL: the programs of the recorded device, hooks and streams."""
+"""Other features over NCCL: the programs of the recorded device, hooks, streams and metrics."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_on_all_ranks
+from clock import time_of_test
+from distributed import assert_same_on_all_ranks, gather
 from nets import WIDTH, batch, dense, gradients
 from recording.programs import PROGRAMS, WARM_UP, Run
 from recording.recorder import Recorder
+from test_metrics import PARTS, net, train
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as Stock
 from training import means, train_step
-from worlds import CARDS, VIEW, device_of_stock, everywhere, in_worlds, is_recorded
+from worlds import CARDS, CPU, VIEW, device_of_stock, everywhere, in_worlds, is_recorded
 
 from tritonddp import DistributedDataParallel
+from tritonddp.features.metrics import EVERY
 
 
 @pytest.mark.parametrize("name", list(PROGRAMS))
 @in_worlds(*CARDS)
-def test_a_program_has_the_gradients_that_it_has_on_the_cpu(
+def test_a_program_has_the_gradients_and_buffers_that_it_has_on_the_cpu(
     device: torch.device, name: str
 ) -> None:
-    """On another stream than that of the wrapping, by other kernels than the CPU's."""
+    """On another stream than that of the wrapping, and with compiled kernels."""
     program, found = PROGRAMS[name], []
     for place, group in (("cpu", dist.new_group(backend="gloo")), ("cuda", None)):
         run = Run(program, Recorder(), place, group=group)
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            for _ in range(WARM_UP + 2):
-                run.step()
-            found.append(run.gradients())
+            run.step(WARM_UP + 2)
+            buffers = [buffer.cpu() for buffer in run.module.buffers()]
+            found.append([*run.gradients(), *buffers])
         torch.cuda.synchronize(device)
     is_exact = not {"reduce_dtype", "compression", "mixed_precision"} & set(program.options)
     tolerance = 1e-5 if is_exact else 2e-2
@@ -45,7 +50,7 @@ def test_a_program_has_the_gradients_that_it_has_on_the_cpu(
 
 
 @in_worlds(*CARDS)
-def test_outputs_are_on_the_device_that_is_named(device: torch.device) -> None:
+def test_outputs_are_on_the_given_device(device: torch.device) -> None:
     for options in (
         {"device_ids": [device.index]},
         {"device_ids": [device], "output_device": device.index},
@@ -55,7 +60,7 @@ def test_outputs_are_on_the_device_that_is_named(device: torch.device) -> None:
 
 
 def _power_sgd(device: torch.device) -> tuple[Any, Any]:
-    """(With error feedback torch's hook drops memory that the stream of its future still reads.)"""
+    # With error feedback torch's hook drops memory that the stream of its future still reads.
     feeds = not is_recorded(device)
     state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2, use_error_feedback=feeds)
     return state, powerSGD_hook.powerSGD_hook
@@ -66,7 +71,7 @@ def _bf16(*arguments: Any) -> Any:
     return default_hooks.bf16_compress_hook(*arguments)
 
 
-_bf16.__name__ = "bf16"  # by its own name stock DDP refuses it where torch is built without NCCL
+_bf16.__name__ = "bf16"  # under its own name stock DDP refuses it if torch has no NCCL
 
 HOOKS: dict[str, Callable[[torch.device], tuple[Any, Any]]] = {
     "fp16": lambda _: (None, default_hooks.fp16_compress_hook),
@@ -80,24 +85,23 @@ HOOKS: dict[str, Callable[[torch.device], tuple[Any, Any]]] = {
 def test_communication_hooks_train_as_under_stock_ddp(
     device: torch.device, hook: str, view: bool
 ) -> None:
-    """(With PowerSGD in one bucket: over gloo several wait for each other, under stock DDP too.)"""
+    # With PowerSGD there is one bucket: over gloo several wait for each other, also in stock DDP.
     cap = 1 if hook == "PowerSGD" else 0.002
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
     trained = []
-    for wrapper, where in ((Stock, device_of_stock(device)), (DistributedDataParallel, device)):
-        module = copy.deepcopy(nn.Sequential(*layers)).to(where)
+    for wrapper, place in ((Stock, device_of_stock(device)), (DistributedDataParallel, device)):
+        module = copy.deepcopy(nn.Sequential(*layers)).to(place)
         ddp = wrapper(module, gradient_as_bucket_view=view, bucket_cap_mb=cap)
         ddp.register_comm_hook(*HOOKS[hook](device))
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         for step in range(6):
             optimizer.zero_grad(set_to_none=step % 2 == 0)
-            ddp(batch(step).to(where)).square().mean().backward()
+            ddp(batch(step).to(place)).square().mean().backward()
             optimizer.step()
         trained.append([param.detach().cpu() for param in ddp.parameters()])
     stock, ours = trained
     assert_same_on_all_ranks(ours)
-    for expected, param in zip(stock, ours, strict=True):
-        torch.testing.assert_close(param, expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(ours, stock, rtol=1e-3, atol=1e-5)
 
 
 @VIEW
@@ -105,24 +109,20 @@ def test_communication_hooks_train_as_under_stock_ddp(
 def test_batch_norm_over_all_ranks_is_that_of_the_whole_batch(
     device: torch.device, view: bool
 ) -> None:
-    """(It has no forward on the CPU.)"""
     if is_recorded(device):
-        pytest.skip("it rests on kernels of torch")
+        pytest.skip("SyncBatchNorm needs CUDA kernels of torch")
     alone = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
     ddp = DistributedDataParallel(
         nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(alone)).to(device),
         gradient_as_bucket_view=view,
     )
     for step in range(3):
-        for net in (alone, ddp):
-            net.zero_grad()
-        ddp(batch(step).to(device)).square().mean().backward()
         whole = torch.cat([batch(step, each) for each in range(dist.get_world_size())])
-        alone(whole).square().mean().backward()
-        for expected, found in zip(gradients(alone), gradients(ddp), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
-        for buffer, expected in zip(ddp.buffers(), alone.buffers(), strict=True):
-            torch.testing.assert_close(buffer.cpu(), expected, rtol=1e-4, atol=1e-5)
+        for module, inputs in ((alone, whole), (ddp, batch(step).to(device))):
+            train_step(module, inputs, loss=lambda outputs: outputs.square().mean())
+        torch.testing.assert_close(gradients(ddp), gradients(alone), rtol=1e-3, atol=1e-5)
+        buffers = [buffer.cpu() for buffer in ddp.buffers()]
+        torch.testing.assert_close(buffers, [*alone.buffers()], rtol=1e-4, atol=1e-5)
     assert isinstance(ddp.module[1], nn.SyncBatchNorm)
 
 
@@ -130,28 +130,47 @@ def test_batch_norm_over_all_ranks_is_that_of_the_whole_batch(
 def test_gradients_that_are_accumulated_on_several_streams(
     device: torch.device, view: bool
 ) -> None:
-    """An AccumulateGrad node keeps the stream that it was made on as long as anybody holds it.
+    """An AccumulateGrad node keeps the stream on which it was made while anything holds it.
 
-    In each bucket some are of a stream of their own, which is far behind when the bucket is full.
+    Each bucket has gradients of other streams, which are far behind when the bucket is full.
     """
     alone = dense()
     module = copy.deepcopy(alone).to(device)
     streams, held = [], []
-    for layer in module[::2]:
-        if device.type == "cuda":
-            streams.append(torch.cuda.Stream(device))
-            with torch.cuda.stream(streams[-1]):
-                held.append(layer.weight.expand_as(layer.weight))
+    for layer in module[::2] if device.type == "cuda" else ():
+        streams.append(torch.cuda.Stream(device))
+        with torch.cuda.stream(streams[-1]):
+            held.append(layer.weight.expand_as(layer.weight))
     ddp = DistributedDataParallel(module, gradient_as_bucket_view=view, bucket_cap_mb=0.03)
     for step in range(4):
-        # In place: each gradient is added to on the stream of its node.
+        # In place, so that each gradient is added to on the stream of its node.
         ddp.zero_grad(set_to_none=False)
         loss = ddp(batch(step).to(device)).square().mean()
-        if device.type == "cuda" and step:
-            for stream in streams:
-                with torch.cuda.stream(stream):
-                    torch.cuda._sleep(30_000_000)
+        for stream in streams if step else ():
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(30_000_000)
         loss.backward()
         train_step(alone, batch(step), loss=lambda outputs: outputs.square().mean())
-        for expected, found in zip(means(gradients(alone)), gradients(ddp), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gradients(ddp), means(gradients(alone)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@in_worlds(CPU, *CARDS)
+def test_metrics_name_the_slow_rank_and_its_longest_part(device: torch.device, part: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ddp = DistributedDataParallel(net().to(device), metrics=True)
+    late = 0.06 * (rank == size - 1)
+    # A CPU may be busy with other work; the time of kernels on a GPU does not depend on that.
+    with time_of_test() if device.type == "cpu" else contextlib.nullcontext(time) as clock:
+        train(ddp, EVERY, lambda _: clock.sleep(0.02))
+        found = train(ddp, 2 * EVERY + 1, lambda now: clock.sleep(0.02 + late * (now == part)))[-1]
+    parts = sum(found[f"{each}_ms"] for each in ("input", "forward", "backward", "exposed"))
+    # Each of the five is rounded to a microsecond on each rank, and again over the ranks.
+    assert found["step_ms"] == pytest.approx(parts, abs=5 * 0.001)
+    assert gather(found) == [found] * size
+    # If two ranks share a GPU, kernels of NCCL that wait for the slow rank slow the other one down.
+    if is_recorded(device) or (device.type == "cuda" and torch.cuda.device_count() < size):
+        return
+    assert found["step_ms"] > 80  # steps of equal parts: 60
+    assert found["slowest_rank"] == size - 1, found
+    assert found[f"{part}_ms_max"] > 80

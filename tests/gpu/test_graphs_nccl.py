@@ -1,7 +1,6 @@
 """CUDA graphs of forward, backward and optimizer step, over NCCL.
 
-What the host does while one is captured is in ``tests/recording/test_captured.py``, for machines
-without a card.
+``tests/recording/test_captured.py`` tests what the host does during a capture.
 """
 
 from __future__ import annotations
@@ -10,51 +9,44 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import assert_same_on_all_ranks
 from torch import Tensor, nn
+from training import drawn
 from worlds import CARDS, NCCL_2, VIEW, in_worlds
 
 from tritonddp import DistributedDataParallel
 
 
 class Training:
-    """Steps of a wrapped net, with inputs that are written in place."""
+    """Steps of a wrapped module, whose inputs are written in place."""
 
     def __init__(self, device: torch.device, **options: Any) -> None:
         torch.manual_seed(0)
         layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.ReLU())]
-        self.net = nn.Sequential(*layers).to(device)
-        # Gradients are accumulated on the stream of the wrapping; no default one is captured.
+        # Gradients are accumulated on the stream of the wrapping: not the default one, which
+        # cannot be captured.
         self.side = torch.cuda.Stream()
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
-            self.ddp = DistributedDataParallel(self.net, bucket_cap_mb=0.05, **options)
-        torch.cuda.current_stream().wait_stream(self.side)
+            net = nn.Sequential(*layers).to(device)
+            self.ddp = DistributedDataParallel(net, bucket_cap_mb=0.05, **options)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=0.9)
         self.x = torch.zeros(16, 64, device=device)
 
     def feed(self, step: int) -> None:
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        self.x.copy_(torch.randn(16, 64, generator=generator))
+        self.x.copy_(drawn(16, 64, step=step))
 
     def step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self.ddp(self.x).square().mean().backward()
         self.optimizer.step()
 
-    def warm_up(self, step: int) -> None:
+    def warm_up(self) -> None:
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
-            self.feed(step)
+            self.feed(0)
             self.step()
         torch.cuda.current_stream().wait_stream(self.side)
-
-    def captured(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.step()
-        return graph
 
     @property
     def params(self) -> list[Tensor]:
@@ -68,7 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# In the interpreter; on a card it takes no time.
+# Only the interpreter is slow.
 SLOW = () if torch.cuda.is_available() else pytest.mark.thorough
 
 
@@ -81,34 +73,38 @@ def test_replays_train_as_steps_do(device: torch.device, name: str, view: bool) 
     options = {**OPTIONS[name], "gradient_as_bucket_view": view}
     eager, replayed = Training(device, **options), Training(device, **options)
     for each in (eager, replayed):
-        each.warm_up(0)
-    graph = replayed.captured()  # which runs nothing
-    for step in range(1, 8):
+        each.warm_up()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed.step()
+    for step in range(1, 12):
         for each in (eager, replayed):
             each.feed(step)
         eager.step()
-        graph.replay()
-        assert_same_on_all_ranks(replayed.params, f"step {step}")
-        torch.testing.assert_close(replayed.params, eager.params, msg=lambda m: f"{step}: {m}")  # noqa: B023
-    for step in range(8, 12):  # and without the graph again, in turns
-        for each in (eager, replayed):
-            each.feed(step)
-        eager.step()
-        if step % 2:
+        if step >= 8 and step % 2:  # in turns with the graph
             replayed.step()
         else:
             graph.replay()
-        torch.testing.assert_close(replayed.params, eager.params, msg=lambda m: f"{step}: {m}")  # noqa: B023
+        assert_same_on_all_ranks(replayed.params, f"step {step}")
+        torch.testing.assert_close(
+            replayed.params,
+            eager.params,
+            msg=lambda text: f"step {step}: {text}",  # noqa: B023
+        )
     torch.cuda.synchronize()
-    del graph  # before what it uses
+    del graph  # before the memory that it uses
 
 
 @in_worlds(NCCL_2)
-def test_what_no_replay_could_do_is_refused_and_training_goes_on(device: torch.device) -> None:
+def test_after_a_refused_capture_training_continues(device: torch.device) -> None:
     training = Training(device)
-    training.warm_up(0)
-    graph, said = torch.cuda.CUDAGraph(), r"CUDA graph is captured: .*weighted\(n\)"
-    with pytest.raises(RuntimeError, match=said), torch.cuda.graph(graph), training.ddp.weighted(2):
+    training.warm_up()
+    graph, message = torch.cuda.CUDAGraph(), r"CUDA graph is captured: .*weighted\(n\)"
+    with (
+        pytest.raises(RuntimeError, match=message),
+        torch.cuda.graph(graph),
+        training.ddp.weighted(2),
+    ):
         training.step()
     torch.cuda.synchronize()
     training.feed(1)

@@ -4,12 +4,11 @@
     def test_something(device: torch.device) -> None:
         ...  # runs on every rank of each world
 
-What needs a card is marked ``gpu``. Where there is none, the world on the CPU shows that the test
-itself is right, and that on the recorded device (see ``tests/recording``) that its lines for a card
-run, in an order that a GPU keeps. With ``TRITONDDP_REHEARSE=1`` the worlds of NCCL are on the
-recorded device too.
+Tests that need a GPU are marked ``gpu``. Without one, the world on the CPU checks the test itself,
+and the world on the recorded device (see ``tests/recording``) runs its lines for a GPU and checks
+their order. With ``TRITONDDP_REHEARSE=1`` the worlds of NCCL are on the recorded device, too.
 
-The ranks of a world, and their communicator, are those of the test before, until one fails.
+The ranks of a world and their communicator are kept for the next test, until a test fails.
 """
 
 from __future__ import annotations
@@ -35,27 +34,22 @@ TIMEOUT = 30.0
 
 @dataclass(frozen=True)
 class World:
-    """Where a test runs.
+    """Where a test runs."""
 
-    Attributes:
-        is_recorded: the device is not there, nor is NCCL: gloo and the CPU pass for them.
-    """
-
-    name: str  # the parameter's id in the name of a test, by which reports count
+    name: str  # part of the name of the test, by which reports count
     backend: str  # of the process group
     size: int  # number of ranks
-    device_type: str  # of the tensors; ranks take turns on the devices that are there
-    is_recorded: bool = False
+    device_type: str  # of the tensors; ranks take turns on the devices
+    is_recorded: bool = False  # gloo and the CPU replace NCCL and the GPU
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
-        """Of what runs here."""
         if self.device_type == "cpu":
             return []
-        return [pytest.mark.long if self is RECORDED_2 else pytest.mark.gpu]
+        return [pytest.mark.long if self in RECORDED.values() else pytest.mark.gpu]
 
     def refusal(self) -> str | None:
-        """Why nothing can run in this world here; ``None`` if something can."""
+        """Why nothing can run in this world here; ``None`` if tests can."""
         if self.device_type == "cpu" or self.is_recorded:
             return None
         if not torch.cuda.is_available():
@@ -86,10 +80,10 @@ class World:
                 interprets=self.is_recorded,
             )
         except pytest.fail.Exception as failure:
-            is_card = self.device_type == "cuda" and not self.is_recorded
-            if is_card and RAN_TOO_LONG in str(failure):
-                # What follows would probably hang too, and the time of a machine with a card is
-                # short. The test that hung has failed, so this is not passed over.
+            is_on_gpu = self.device_type == "cuda" and not self.is_recorded
+            if is_on_gpu and RAN_TOO_LONG in str(failure):
+                # Later tests would probably hang, too, and the time of a machine with a GPU is
+                # short. The failure of this test is reported.
                 _hung[self] = f"{name[1]} hung before"
             raise
 
@@ -97,13 +91,16 @@ class World:
 CPU = World("gloo-cpu", "gloo", 2, "cpu")
 NCCL_1 = World("nccl-1-rank", "nccl", 1, "cuda", is_recorded=REHEARSES)
 NCCL_2 = World("nccl-2-ranks", "nccl", 2, "cuda", is_recorded=REHEARSES)
-# With a GPU for each rank.
+# Needs a GPU for each rank.
 NCCL_4 = World("nccl-4-ranks", "nccl", 4, "cuda", is_recorded=REHEARSES)
-# gloo takes CUDA tensors through the host: two ranks average on one card even where NCCL will not.
+# gloo copies CUDA tensors to the host, so two ranks can share a GPU, also if NCCL refuses.
 GLOO_2 = World("gloo-2-ranks", "gloo", 2, "cuda")
 CARDS = (NCCL_1, NCCL_2)
-# In the place of NCCL_2 where no rehearsal is asked for.
-RECORDED_2 = World("recorded-2-ranks", "nccl", 2, "cuda", is_recorded=True)
+# Outside of a rehearsal, tests of several ranks over NCCL also run in these worlds.
+RECORDED = {
+    NCCL_2: World("recorded-2-ranks", "nccl", 2, "cuda", is_recorded=True),
+    NCCL_4: World("recorded-4-ranks", "nccl", 4, "cuda", is_recorded=True),
+}
 
 _hung: dict[World, str] = {}
 
@@ -127,7 +124,7 @@ def _all_reduce_on_a_card() -> None:
 def in_worlds(*worlds: World) -> Callable[[Any], Any]:
     """Decorator: run the body of a test, which takes a ``device``, on all ranks of each world.
 
-    The tests of a world run one after the other, so that one that hangs spoils its own world only.
+    The tests of a world run one after the other, so a test that hangs affects only its own world.
     """
 
     def decorate(test: Any) -> Any:
@@ -142,7 +139,7 @@ def in_worlds(*worlds: World) -> Callable[[Any], Any]:
         run.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*others, world_parameter]
         )
-        played = [RECORDED_2] if NCCL_2 in worlds and not REHEARSES else []
+        played = [] if REHEARSES else [RECORDED[each] for each in worlds if each in RECORDED]
         marked = [pytest.param(each, id=each.name, marks=each.marks) for each in (*worlds, *played)]
         return pytest.mark.parametrize("world", marked, scope="session")(run)
 
@@ -150,7 +147,7 @@ def in_worlds(*worlds: World) -> Callable[[Any], Any]:
 
 
 def everywhere(test: Any) -> Any:
-    """Decorator: as copies and as views of buckets, on the CPU and on all that cards there are."""
+    """Decorator: with copies and with views of buckets, on the CPU and on GPUs."""
     return VIEW(in_worlds(CPU, *CARDS)(test))
 
 
@@ -164,23 +161,21 @@ def _call_on_device(name: tuple[str, str], arguments: dict[str, Any], device_typ
         torch.cuda.set_device(device)
     call_body(name, {**arguments, "device": device})
     if device_type == "cuda":
-        torch.cuda.synchronize()  # what fails on the device fails this test, and not the next
+        torch.cuda.synchronize()  # an error of the device must fail this test, not the next one
 
 
 def is_recorded(device: torch.device) -> bool:
-    """In the body of a test."""
+    """Whether the body of a test runs on the recorded device."""
     return device.type == "cuda" and torch.cuda.get_device_properties(device).name == "recorded"
 
 
 def device_of_stock(device: torch.device) -> torch.device:
-    """Where stock DDP runs beside ours: what its reducer, in C++, does is not recorded."""
+    """The device of stock DDP in the same test: the recorded device does not see its C++ code."""
     return torch.device("cpu") if is_recorded(device) else device
 
 
 def _call_on_recorded_device(name: tuple[str, str], arguments: dict[str, Any], _: str) -> None:
-    from recording.device import recording
+    from recording.programs import sound
 
-    with recording() as recorder:
+    with sound():
         call_body(name, {**arguments, "device": torch.device("cuda", 0)})
-        torch.cuda.synchronize()
-    assert not recorder.races, recorder.report()

@@ -1,12 +1,11 @@
-"""Kernels against their twins in plain torch, wherever the kernels run: see :class:`Place`.
+"""Kernels against their twins in plain torch, in the interpreter or compiled: see :class:`Place`.
 
-The module that imports these tests has a fixture ``place``.
+A module that imports these tests defines the fixture ``place``.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -39,51 +38,33 @@ from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer
 from tritonddp.kernels.quantized import reference as quantized_reference
 
 
-@dataclass(frozen=True)
 class Place:
     """Where the kernels of a GPU run: in Triton's interpreter, on the recorded device, on a GPU.
 
-    Attributes:
-        flatten, unflatten, quantize, reduce_parts, dequantize: the kernels.
-        block, quantized_block: elements of a chunk, few for an interpreter; ``None`` for the usual.
+    Args:
+        device: of the tensors.
+        is_compiled: the kernels are not interpreted: chunks have the usual size.
+        many: number of elements of a large gradient.
     """
 
-    device: str  # of their tensors
-    flatten: Any
-    unflatten: Any
-    quantize: Any
-    reduce_parts: Any
-    dequantize: Any
-    block: int | None = 256
-    quantized_block: int | None = 512
-    many: int = 1_000  # elements of a large gradient
-
-    @classmethod
-    def of(cls, device: str, **options: Any) -> Place:
-        """With the kernels of this process."""
+    def __init__(self, device: str, is_compiled: bool = False, many: int = 1_000) -> None:
+        # Not imported with this module: its first import decides whether kernels are interpreted.
         from tritonddp.kernels import flatten, unflatten
         from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
-        return cls(
-            device,
-            flatten.flatten,
-            unflatten.unflatten,
-            quantize.quantize,
-            reduce_parts.reduce_parts,
-            dequantize.dequantize,
-            **options,
-        )
+        self.flatten, self.unflatten = flatten.flatten, unflatten.unflatten
+        self.quantize, self.reduce_parts = quantize.quantize, reduce_parts.reduce_parts
+        self.dequantize = dequantize.dequantize
+        self.device, self.is_compiled, self.many = device, is_compiled, many
 
-    @property
-    def is_compiled(self) -> bool:
-        return self.block is None
-
-    def flat(self, slots: Any, wire: torch.dtype, **options: Any) -> tuple[FlatBuffer, Arena]:
-        """A buffer that the kernels cut into chunks of this place."""
+    def flat(
+        self, slots: Any, wire: torch.dtype, headers: int = 0, block: int = 256
+    ) -> tuple[FlatBuffer, Arena]:
+        """A buffer that interpreted kernels cut into chunks of ``block`` elements."""
         from tritonddp.kernels.device_tables import DeviceTables
 
-        flat, arena = embedded_flat(slots, wire, self.device, **options)
-        flat.tables = DeviceTables(flat, self.block)
+        flat, arena = embedded_flat(slots, wire, self.device, headers)
+        flat.tables = DeviceTables(flat, None if self.is_compiled else block)
         return flat, arena
 
     def factor(self, value: float | None) -> Tensor | None:
@@ -96,12 +77,12 @@ PAIRS = pytest.mark.parametrize(
 )
 WIRE = pytest.mark.parametrize("wire", DTYPES, ids=str)
 ALIGNED = pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
-# Among them what fp32 cannot hold, and numbers that only fp64 tells apart from others.
+# Some are out of the range of fp32, and some differ from others only in fp64.
 FACTORS = [1 / 3, -2.0, 0.0, -0.0, 1 + 2.0**-40, 2.0**-130, 1e300, -1e-300, math.inf, math.nan]
 
 
 def fill(*flats: FlatBuffer, flags: Any = None) -> None:
-    """As an all-reduce leaves them."""
+    """Write what an all-reduce could leave in the buffers."""
     for flat in flats:
         for slot, view in enumerate(flat.views):
             content = values(view.numel(), flat.data.dtype, slot).to(view.device)
@@ -141,24 +122,22 @@ def test_flatten_has_the_bits_of_the_reference(place, dtype, wire, aligned):
         assert torch.equal(raw(arena.memory), bits_before), "a gradient was written"
 
 
-@pytest.mark.parametrize("beside_a_misaligned_one", [False, True])
+@ALIGNED
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_gradient_that_is_its_bucket_view_is_scaled_once_and_there(
-    place, dtype, beside_a_misaligned_one
-):
-    # Misaligned, loads and stores may be laid out differently over the threads of a program.
+def test_a_gradient_that_is_its_bucket_view_is_scaled_once_and_there(place, dtype, aligned):
+    # For misaligned gradients, threads may load and store different elements.
     slots = [*SLOTS, dense([3 * place.many]), dense([33]), dense([4])]
     flat, memory = place.flat(slots, dtype)
     expected, _ = embedded_flat(slots, dtype)
     fill(flat)
     twins, grads = [view.cpu().clone() for view in flat.views], list(flat.views)
-    if beside_a_misaligned_one:
+    if not aligned:
         odd = Arena(4, dtype, aligned=False, device=place.device)
         odd.inside().copy_(grads[-1])
         grads[-1] = odd.inside()
     place.flatten(flat, grads, [True] * len(slots), 0.3)
     reference.flatten(expected, twins, [True] * len(slots), 0.3)
-    assert flat.tables.aligned is not beside_a_misaligned_one
+    assert flat.tables.aligned is aligned
     assert_same_views(flat, expected)
     assert_intact(flat, memory)
 
@@ -182,7 +161,7 @@ def test_missing_gradients_become_zeros_whatever_the_scale(place, wire, scale):
 
 @pytest.mark.parametrize("count", [1, 126, 200, 265, 12 * 1024])  # a program writes 128
 @WIRE
-def test_headers_are_written_behind_the_flags_in_the_same_launch(place, wire, count):
+def test_headers_are_written_after_the_flags_in_the_same_launch(place, wire, count):
     slots = [dense([20]), dense([0]), dense([5000]), dense([17])]
     grads, _ = embedded_gradients(slots, torch.float32, True, place.device)
     twins, _ = embedded_gradients(slots, torch.float32)
@@ -206,34 +185,17 @@ def test_headers_are_written_behind_the_flags_in_the_same_launch(place, wire, co
 def test_every_16_bit_pattern_is_cast_as_torch_does(place, narrow, other):
     pattern = torch.arange(-(2**15), 2**15).to(torch.int16).view(narrow)
     given = pattern.to(place.device)
-    place = replace(place, block=8192)
-    (flat, _), (twin, _) = (
-        make([dense([len(pattern)])], other) for make in (place.flat, embedded_flat)
-    )
+    slots = [dense([len(pattern)])]
+    (flat, _), (twin, _) = place.flat(slots, other, block=8192), embedded_flat(slots, other)
     place.flatten(flat, [given], [True], 0.7)
     reference.flatten(twin, [pattern], [True], 0.7)
     assert_same_views(flat, twin)
-    flat, _ = place.flat([dense([len(pattern)])], narrow)
+    flat, _ = place.flat(slots, narrow, block=8192)
     flat.views[0].copy_(pattern)
     flat.flags.fill_(1)
     grad = torch.zeros(len(pattern), dtype=other, device=place.device)
     place.unflatten(flat, [grad])
     assert_same_bits(grad, pattern.to(other))
-
-
-@pytest.mark.parametrize("count", [1, 7, 60])
-def test_any_number_of_gradients_is_one_launch_each_way(place, count):
-    slots = [dense([5 + slot]) for slot in range(count)]
-    flat, _ = place.flat(slots, torch.float32)
-    grads, _ = embedded_gradients(slots, torch.float32, True, place.device)
-    targets = [torch.zeros_like(grad) for grad in grads]
-    before = launch.launches
-    place.flatten(flat, grads, [True] * count, 1.0)
-    place.unflatten(flat, targets)
-    assert launch.launches - before == 2 + flat.tables.moves  # the targets lie elsewhere
-    for view, grad, target in zip(flat.views, grads, targets, strict=True):
-        assert_same_bits(view, grad)
-        assert_same_bits(target, grad)
 
 
 # Out of the buffer
@@ -249,7 +211,7 @@ def test_unflatten_has_the_bits_of_the_reference(place, dtype, wire, aligned):
     before = raw(flat.data).clone()
     wide = torch.float64 if torch.float64 in (dtype, wire) else torch.float32
     for number, value in enumerate((None, *(FACTORS if aligned else FACTORS[4:6]))):
-        if number == 1:  # an interpreter takes its time for each program
+        if number == 1:  # larger chunks, since the interpreter is slow
             flat.tables = None
         grads, arenas = embedded_gradients(SLOTS, dtype, aligned, place.device)
         expected, twin_arenas = embedded_gradients(SLOTS, dtype)
@@ -266,7 +228,9 @@ def test_unflatten_has_the_bits_of_the_reference(place, dtype, wire, aligned):
                 assert_same_bits(grad, scaled.to(dtype), where)
             arena.assert_guards_intact(f"gradient {slot}")
             twin_arenas[slot].assert_guards_intact(f"gradient {slot}")
-        assert (raw(arenas[8].memory) == POISON[dtype.itemsize]).all(), "an unused one was written"
+        assert (raw(arenas[8].memory) == POISON[dtype.itemsize]).all(), (
+            "an unused gradient was written"
+        )
     assert torch.equal(raw(flat.data), before), "the flat buffer was written"
 
 
@@ -296,7 +260,7 @@ def test_gradients_that_live_in_the_buffer_are_scaled_once_and_there(place, wire
 
 
 NARROW = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-# Around the edges of blocks, of chunks and of the 16-wide tail, and whether they are quantized.
+# Sizes next to those of blocks, chunks and 16-wide tails, and whether they are quantized.
 SMALL = [(dense([17, 9], [1, 0]), True), (dense([5]), False), (dense([]), False)]
 SMALL += [(dense([256]), True), (dense([0]), True)]
 COMPILED = [*((dense([n]), True) for n in (1, 15, 16, 17, 255, 257, 5000)), (dense([33]), False)]
@@ -320,7 +284,7 @@ def guarded(place: Place, size: int, feedback: bool = True) -> tuple[Any, Any]:
     mine = Guarded(like(slots), quantized, size, feedback, place.device)
     twins = Guarded(like(slots), quantized, size, feedback)
     for flat in mine.flats:
-        flat.tables = QuantizedTables(flat, place.quantized_block)
+        flat.tables = QuantizedTables(flat, None if place.is_compiled else 512)
     return mine, twins
 
 
@@ -332,13 +296,13 @@ def test_all_ranks_have_the_bits_of_the_reference(place, size, feedback):
     mine, twins = guarded(place, size, feedback)
     slots, _ = quantized_slots(place)
     unused = 4
-    # The second step with NaN, infinities and what is too small. In the third some ranks do not use
-    # what has a residual, and none uses one slot.
+    # The second step has NaN, infinities and numbers that are too small. In the third, some ranks
+    # do not use parameters that have a residual, and none uses one slot.
     for step in range(3):
         torch.manual_seed(step)
         grads: list[list[Any]] = [embedded_gradients(slots, torch.float32)[0] for _ in range(size)]
         for rank, each in enumerate(grads):
-            # (One is finite on most ranks: else every block would have an infinity.)
+            # Finite on all ranks but one, or every block would have an infinity.
             for grad in each if step != 1 else each[: rank > 0]:
                 grad.normal_()
             if step != 1:
@@ -373,7 +337,7 @@ def test_all_ranks_have_the_bits_of_the_reference(place, size, feedback):
 
 @ALIGNED
 @NARROW
-def test_gradients_of_any_dtype_come_and_go_as_by_the_reference(place, dtype, aligned):
+def test_messages_and_gradients_of_any_dtype_have_the_bits_of_the_reference(place, dtype, aligned):
     (mine, twins), (slots, _) = guarded(place, 2), quantized_slots(place)
     unused, missing = 4, 2
     grads, arenas = embedded_gradients(slots, dtype, aligned, place.device)
@@ -412,14 +376,13 @@ def test_gradients_of_any_dtype_come_and_go_as_by_the_reference(place, dtype, al
             if slot not in (unused, missing):
                 assert_same_bits(targets[slot], expected[slot], f"factor {value}, slot {slot}")
             arena.assert_guards_intact(f"gradient {slot}")
-        assert (raw(arenas[unused].memory) == POISON[dtype.itemsize]).all(), (
-            "an unused one was written"
-        )
+        unused_bits = raw(arenas[unused].memory)
+        assert (unused_bits == POISON[dtype.itemsize]).all(), "an unused gradient was written"
     assert torch.equal(flat.message, sums), "the message was written"
     mine.assert_guards_intact()
 
 
-def test_every_rank_learns_flags_and_headers_of_all_and_what_they_note(place):
+def test_every_rank_gets_the_flags_headers_and_notes_of_all(place):
     slots, quantized = quantized_slots(place)
     for kernels, device in ((place, place.device), (quantized_reference, "cpu")):
         flats = quantized_buffers(*(like(slots, device), quantized, 3), device=torch.device(device))

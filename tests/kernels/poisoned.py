@@ -1,7 +1,7 @@
 """Gradients and flat buffers inside poisoned memory, and bitwise comparison.
 
-A kernel that writes one element too far is seen here and nowhere else: the interpreter checks no
-bounds, and a neighbour in a GPU's memory does not complain.
+Only this finds a kernel that writes one element too many: neither the interpreter nor a GPU checks
+bounds within an allocation.
 """
 
 import math
@@ -18,9 +18,9 @@ POISON = {1: 0x5A, 2: 0x5A5A, 4: 0x5A5A5A5A, 8: 0x5A5A5A5A5A5A5A5A}
 
 
 class Arena:
-    """``numel`` elements between two guards, all poison at first.
+    """``numel`` elements between two guards, all filled with poison.
 
-    With ``aligned=False`` the inside begins one element behind a multiple of 16 bytes.
+    With ``aligned=False`` the inside begins one element after a multiple of 16 bytes.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Arena:
         bits, poison = raw(self.memory), POISON[self.memory.element_size()]
         end = self.start + self.numel
         assert (bits[: self.start] == poison).all(), f"memory before {where} was written"
-        assert (bits[end:] == poison).all(), f"memory behind {where} was written"
+        assert (bits[end:] == poison).all(), f"memory after {where} was written"
 
 
 def raw(tensor: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def raw(tensor: Tensor) -> Tensor:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bit patterns in logical order; all NaNs alike, for their payload is not promised."""
+    """The bit patterns in logical order. All NaNs are equal: their payload is not defined."""
     dense = tensor.detach().cpu().contiguous()
     return raw(torch.where(dense.isnan(), torch.full_like(dense, math.nan), dense))
 
@@ -73,7 +73,7 @@ def dense(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[tup
     return tuple(shape), tuple(strides)
 
 
-# Around every edge of the 16-wide tail and of a chunk, and the layouts of real parameters.
+# Sizes next to those of a 16-wide tail and of a chunk, and the layouts of real parameters.
 SLOTS = [
     *[dense([numel]) for numel in (0, 1, 15, 16, 17, 1000, 1024, 1025, 5000)],
     dense([]),
@@ -85,7 +85,7 @@ SLOTS = [
 
 
 def values(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Random numbers over many magnitudes with every special value strewn in."""
+    """Random numbers of many magnitudes, and every special value at random places."""
     generator = torch.Generator().manual_seed(seed + numel)
     mantissa = torch.randn(numel, dtype=torch.float64, generator=generator)
     exponent = torch.randint(-20, 12, (numel,), generator=generator)
@@ -97,10 +97,10 @@ def values(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
         info = torch.finfo(kind)
         special += [info.max, -info.max, info.tiny, info.smallest_normal * info.eps]
         special += [-3 * info.smallest_normal * info.eps, 1 + info.eps / 2, 1 + 1.5 * info.eps]
-        special += [1 + info.eps / 2 + 2.0**-40]  # rounds twice differently from once
-    strewn = torch.tensor(special, dtype=torch.float64)
-    places = torch.randperm(numel, generator=generator)[: min(numel // 2, len(strewn))]
-    result[places] = strewn[torch.randperm(len(strewn), generator=generator)[: len(places)]]
+        special += [1 + info.eps / 2 + 2.0**-40]  # differs if it is rounded twice
+    specials = torch.tensor(special, dtype=torch.float64)
+    places = torch.randperm(numel, generator=generator)[: min(numel // 2, len(specials))]
+    result[places] = specials[torch.randperm(len(specials), generator=generator)[: len(places)]]
     return result.to(dtype)
 
 
@@ -123,7 +123,7 @@ def embedded_gradients(
 def embedded_flat(
     slots: Sequence[tuple[tuple, tuple]], wire: torch.dtype, device: str = "cpu", headers: int = 0
 ) -> tuple[FlatBuffer, Arena]:
-    """A flat buffer full of poison, gaps and trailer too, in an arena."""
+    """A flat buffer filled with poison, gaps and trailer too, in an arena."""
     shapes, strides = [shape for shape, _ in slots], [stride for _, stride in slots]
     layout = Layout.of(shapes, strides, 16, headers)
     arena = Arena(layout.numel, wire, device=device)

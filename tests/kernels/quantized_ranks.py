@@ -1,4 +1,4 @@
-"""The ranks of a quantized reduction in one process, in poisoned memory: collectives are copies."""
+"""The ranks of a quantized reduction in one process, in poisoned memory. Collectives are copies."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,19 +32,11 @@ def quantized_buffers(
     code: BlockCode = INT8,
 ) -> list[QuantizedBuffer]:
     """The buffer of each rank for gradients like these, with ``header`` bytes for each rank's."""
-    layouts = [
-        Layout.of(
-            [tensor.shape for tensor in like],
-            [gradient_strides(tensor) for tensor in like],
-            1,
-            header * world_size,
-        )
-        for _ in range(world_size)
-    ]
-    numels, headers = layouts[0].numels, layouts[0].headers
-    message = MessageLayout(numels, quantized, world_size, headers, is_direct, code)
+    shapes, strides = [each.shape for each in like], [gradient_strides(each) for each in like]
+    layout = Layout.of(shapes, strides, 1, header * world_size)
+    message = MessageLayout(layout.numels, quantized, world_size, layout.headers, is_direct, code)
     flats = []
-    for rank, layout in enumerate(layouts):
+    for rank in range(world_size):
         residuals = Residuals.zeros(message, rank, device) if feedback else None
         quantization = Quantization(message, rank, residuals)
         flats.append(QuantizedBuffer(quantization, layout, torch.float32, device))
@@ -80,7 +72,7 @@ def all_reduce(
     scale: float = 1.0,
     kernels: Any = reference,
 ) -> list[list[Tensor]]:
-    """The sum of ``grads[rank][slot]``, as each rank gets it."""
+    """The sums of ``grads[rank][slot]`` that each rank gets."""
     size, slots = len(flats), len(flats[0].layout.numels)
     for rank, flat in enumerate(flats):
         headers = bytearray(flat.layout.headers)
@@ -94,7 +86,7 @@ def all_reduce(
     gather(flats)
     results = []
     for flat in flats:
-        # NaN where nothing is written: nobody has used the parameter.
+        # NaN stays where nothing is written, because no rank has used the parameter.
         targets = [
             torch.empty_strided(shape, strides, device=flat.flags.device).fill_(torch.nan)
             for shape, strides in zip(flat.layout.shapes, flat.layout.strides, strict=True)
@@ -105,9 +97,9 @@ def all_reduce(
 
 
 class Guarded:
-    """The buffers of all ranks, each tensor that kernels write to between guards.
+    """The buffers of all ranks. Each tensor that kernels write to is between guards.
 
-    Messages are poison at first, padding too, and residuals zeros.
+    At first messages, with their padding, are poison, and residuals are zeros.
     """
 
     def __init__(
@@ -133,7 +125,7 @@ class Guarded:
 
         layout = flat.message_layout
         flat.message = inside("the message", flat.message)
-        flat.received = inside("what came", flat.received)
+        flat.received = inside("the received messages", flat.received)
         flat.gathered = flat.message[: layout.gathered_numel]
         flat.reduced = flat.received[: layout.part_bytes]
         flat.outgoing = flat._sections(flat.message)
@@ -142,8 +134,8 @@ class Guarded:
         flat.flags = inside("the flags", flat.flags)
         flat.headers = inside("the headers", flat.headers)
         if flat.residuals is not None:
-            flat.residuals.sent = inside("what was left out", flat.residuals.sent).zero_()
-            flat.residuals.reduced = inside("what sums left out", flat.residuals.reduced).zero_()
+            flat.residuals.sent = inside("residuals of gradients", flat.residuals.sent).zero_()
+            flat.residuals.reduced = inside("residuals of sums", flat.residuals.reduced).zero_()
 
     def assert_guards_intact(self) -> None:
         for name, arena in self.arenas:
@@ -151,7 +143,7 @@ class Guarded:
 
 
 def assert_same_messages(actual: Tensor, expected: Tensor, flat: QuantizedBuffer) -> None:
-    """Every byte, padding too; of scales and exact elements all NaNs are alike."""
+    """Every byte, also of the padding; all NaNs of scales and exact elements are equal."""
     for mine, twin in zip(flat._sections(actual), flat._sections(expected), strict=True):
         if mine.dtype is torch.float32:
             assert_same_bits(mine, twin, "scales or exact elements")

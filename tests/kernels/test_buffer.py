@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tritonddp.kernels.complex import ComplexBuffer
+from tritonddp.kernels.dispatch import select
 from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout
 
 CPU = torch.device("cpu")
@@ -13,12 +14,12 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("headers", [0, 1, 13, 12 * 1024])
 def test_headers_follow_the_flags_and_the_end_is_aligned(headers, alignment):
     layout = Layout.of([(3,), (17,)], [(1,), (1,)], alignment, headers)
-    flat = FlatBuffer(layout, torch.float32, torch.device("cpu"))
+    flat = FlatBuffer(layout, torch.float32, CPU)
     assert layout.headers == len(flat.headers) == headers
     end = layout.flags_offset + 2 + headers
     assert end <= layout.numel < end + alignment
     assert layout.numel % alignment == 0
-    for view in flat.views:  # without gaps these places are not zero
+    for view in flat.views:  # without gaps these elements are not zero
         view.zero_()
     flat.flags.fill_(1)
     flat.headers.fill_(2)
@@ -29,7 +30,7 @@ def test_headers_follow_the_flags_and_the_end_is_aligned(headers, alignment):
 
 @pytest.mark.parametrize("wire", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 9])
-def test_what_ranks_note_is_in_their_sum(size, wire):
+def test_the_sum_over_ranks_shows_which_rank_noted_which_slot(size, wire):
     total = None
     for rank in range(size):
         flat = FlatBuffer(Layout.of([(3,)] * 3, [(1,)] * 3, 16, 7 + size), wire, CPU)
@@ -45,12 +46,24 @@ def test_what_ranks_note_is_in_their_sum(size, wire):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_views_are_where_the_buffer_begins_in_memory_that_others_share(dtype):
+def test_views_are_at_their_offsets_in_memory_that_is_shared_with_others(dtype):
     layout = Layout.of([(3,), (2, 2)], [(1,), (2, 1)], 16)
     kind = ComplexBuffer if dtype.is_complex else FlatBuffer
-    nbytes = kind(layout, dtype, torch.device("cpu")).nbytes
+    nbytes = kind(layout, dtype, CPU).nbytes
     memory = torch.zeros(256 + nbytes, dtype=torch.uint8)
     flat = kind(layout, dtype, memory.device, memory[256:])
     for slot, view in enumerate(flat.views):
         start = 256 + layout.offsets[slot] * dtype.itemsize
         assert view.data_ptr() == memory.data_ptr() + start
+
+
+def test_a_part_of_a_complex_buffer_is_the_same_memory():
+    layout = Layout.of([(3,), (2, 2), (5,)], [(1,), (2, 1), (1,)], alignment=1)
+    flat = ComplexBuffer(layout, torch.complex64, CPU)
+    grads = [torch.randn(2, 2, dtype=torch.complex64), torch.randn(5, dtype=torch.complex64)]
+    flat.data.zero_()
+    select(CPU, torch.complex64).flatten(flat.part(1, 3), grads, [True, True], 1.0)
+    assert torch.equal(flat.views[0], torch.zeros(3))
+    assert all(map(torch.equal, flat.views[1:], grads))
+    flat.write_trailer([True, False, True], b"")
+    assert flat.flags.tolist() == [1, 0, 1]

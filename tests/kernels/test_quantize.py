@@ -1,4 +1,4 @@
-"""The three quantizing kernels, in Triton's interpreter, against their plain-torch twins."""
+"""The three quantizing kernels, in Triton's interpreter, and their twins in plain torch."""
 
 import math
 
@@ -16,33 +16,22 @@ from quantized_ranks import (
 )
 
 from tritonddp.kernels import launch
-from tritonddp.kernels.quantized import dequantize as dequantize_module
 from tritonddp.kernels.quantized import reference
+from tritonddp.kernels.quantized.dequantize import dequantize
 from tritonddp.kernels.quantized.quantize import QuantizedTables, quantize
 from tritonddp.kernels.quantized.reduce_parts import reduce_parts
 
-dequantize = dequantize_module.dequantize
-
-# The interpreter is numpy, which warns of the infinities and NaNs that are the point here.
+# The interpreter uses numpy, which warns about infinities and NaNs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-
-# Quantized and exact, around the edges of blocks, of chunks of 512 and of the 16-wide tail.
+# Sizes next to those of blocks, chunks of 512 and 16-wide tails; quantized and exact.
 SLOTS = [dense([1000]), dense([0]), dense([5]), dense([17, 9], [1, 0]), dense([]), dense([256])]
 QUANTIZED = [True, True, False, True, False, True]
 
 
-def buffers():
-    """Those of the kernels, and those of the twins."""
-    mine, twins = (Guarded(like(SLOTS), QUANTIZED, 2, feedback=True) for _ in range(2))
-    for flat in mine.flats:
-        flat.tables = QuantizedTables(flat, block=512)
-    return mine, twins
-
-
-def gradients(rank):
-    """Of one rank: numbers of one magnitude."""
-    generator = torch.Generator().manual_seed(rank)
+def gradients(seed):
+    """Numbers of one magnitude, some of them -0.0."""
+    generator = torch.Generator().manual_seed(seed)
     result = []
     for shape, stride in SLOTS:
         content = torch.randn(math.prod(shape), generator=generator)
@@ -52,9 +41,11 @@ def gradients(rank):
 
 
 @pytest.mark.parametrize("scale", [0.5, 4.0, 0.375, -0.5, math.inf])
-def test_large_gradients_are_scaled_and_get_their_residuals_as_by_the_kernel(monkeypatch, scale):
+def test_the_twin_scales_large_gradients_as_the_kernel_does(monkeypatch, scale):
     monkeypatch.setattr(reference, "_LARGE", 1)
-    mine, twins = buffers()
+    mine, twins = (Guarded(like(SLOTS), QUANTIZED, 2, feedback=True) for _ in range(2))
+    for flat in mine.flats:
+        flat.tables = QuantizedTables(flat, block=512)
     for step in range(4):  # first with magnitudes that a factor makes subnormal
         for flat, twin in zip(mine.flats, twins.flats, strict=True):
             grads = gradients(flat.rank + 2 * step)
@@ -70,7 +61,7 @@ def test_large_gradients_are_scaled_and_get_their_residuals_as_by_the_kernel(mon
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_message_of_a_direct_exchange_is_that_of_the_reference(rank):
+def test_the_message_of_a_direct_exchange_is_that_of_the_twin(rank):
     flat, twin = (
         quantized_buffers(like(SLOTS), QUANTIZED, 2, is_direct=True)[rank] for _ in range(2)
     )
@@ -85,7 +76,7 @@ def test_the_message_of_a_direct_exchange_is_that_of_the_reference(rank):
 
 
 def test_a_number_times_its_scale_is_exact():
-    # Or a device that multiplies and adds at once had other bits than one that does not.
+    # Otherwise devices with and without fused multiply-add would have different bits.
     flat = quantized_buffers([torch.empty(1 << 16)], [True], 1)[0]
     grad = torch.randn(1 << 16) * torch.logspace(-30, 30, 1 << 16)
     reference.quantize(flat, [grad], [True], 1.0, bytes(3))
@@ -95,7 +86,7 @@ def test_a_number_times_its_scale_is_exact():
     assert torch.equal(products.float().double(), products)
 
 
-def test_halves_go_to_the_even_number_of_int8():
+def test_halves_are_rounded_to_the_even_number():
     grad = torch.arange(-128, 128) + 0.5
     grad[0] = grad[-1] = 127.0
     flat = quantized_buffers([grad], [True], 1)[0]
@@ -103,7 +94,7 @@ def test_halves_go_to_the_even_number_of_int8():
     assert flat.outgoing.numbers.flatten().tolist() == grad.round().tolist()
 
 
-def test_a_part_of_many_ranks_is_summed_in_rank_order():
+def test_a_part_is_summed_over_many_ranks_in_their_order():
     ranks, slots = 70, [dense([70 * 256]), dense([70 * 16])]
     both = [quantized_buffers(like(slots), [True, False], ranks)[69] for _ in range(2)]
     for flat in both:
@@ -122,7 +113,7 @@ def test_a_part_of_many_ranks_is_summed_in_rank_order():
     assert both[0].headers.tolist() == [rank % 2 for rank in range(ranks) for _ in range(3)]
 
 
-def test_a_missing_gradient_is_zeros_whatever_the_scale():
+def test_missing_gradients_are_zeros_for_every_scale_and_need_no_launch_to_read():
     slots = [dense([300]), dense([40])]
     for quantized in ([True, False], [False, True]):
         flat = quantized_buffers(like(slots), quantized, 1)[0]
@@ -134,14 +125,13 @@ def test_a_missing_gradient_is_zeros_whatever_the_scale():
         gather([flat])
         before = launch.launches
         dequantize(flat, [None, None])
-        assert launch.launches == before, "there is nothing to write"
+        assert launch.launches == before
 
 
-@pytest.mark.parametrize("run", [quantize, reference.quantize], ids=["triton", "twin"])
+@pytest.mark.parametrize("run", [quantize, reference.quantize], ids=["kernel", "twin"])
 def test_parts_of_a_buffer_fill_the_same_message_as_the_whole(run):
-    grads = gradients(0)
+    grads, headers = gradients(0), bytes([1, 2, 3, 0, 0, 0])
     whole, cut = (quantized_buffers(like(SLOTS), QUANTIZED, 2)[0] for _ in range(2))
-    headers = bytes([1, 2, 3, 0, 0, 0])
     run(whole, grads, [True] * 6, 0.5, headers)
     for first, last in [(0, 3), (3, 6)]:
         run(cut.part(first, last), grads[first:last], [True] * 3, 0.5)
@@ -152,10 +142,10 @@ def test_parts_of_a_buffer_fill_the_same_message_as_the_whole(run):
 
 
 def test_arguments_that_do_not_fit_are_errors_and_nothing_is_written():
-    flat = quantized_buffers(like(SLOTS), QUANTIZED, 2)[0]
-    grads = gradients(0)
-    with pytest.raises(ValueError, match="6 slots, but 5 gradients"):
-        quantize(flat, grads[:5], [True] * 6, 1.0, bytes(6))
+    flat, grads = quantized_buffers(like(SLOTS), QUANTIZED, 2)[0], gradients(0)
+    for run in (quantize, reference.quantize):
+        with pytest.raises(ValueError, match="6 slots"):
+            run(flat, grads[:5], [True] * 5, 1.0, bytes(6))
     with pytest.raises(ValueError, match="room for 6 headers, but 3 came"):
         quantize(flat, grads, [True] * 6, 1.0, bytes(3))
     mixed = [*grads[:2], grads[2].half(), *grads[3:]]

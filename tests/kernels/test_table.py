@@ -23,27 +23,34 @@ def scale_in(tables: DeviceTables) -> float:
     return struct.unpack("<d", struct.pack("<q", int(tables.dynamic[-1])))[0]
 
 
-def test_a_bucket_may_have_more_elements_than_32_bits_count():
-    # Offsets must not wrap. (Layout is used alone: nobody has the memory.)
+def test_offsets_of_more_than_32_bits_do_not_wrap():
+    # The layout is used alone, without so much memory.
     layout = Layout.of([(2**33 - 1,), (5,)], [(1,), (1,)], 16)
     rows = DeviceTables(flat_of([3]))._rows(SimpleNamespace(layout=layout), 2**20)
     assert rows[-2].tolist() == [0, 2**33 - 2**20, 2**33 - 2**20, 2**20 - 1]
     assert rows[-1].tolist() == [1, 0, 2**33, 5]
 
 
-@pytest.mark.parametrize("block", [0, 8, 24, 100, -64])
-def test_an_unfit_block_is_an_error(block):
-    with pytest.raises(ValueError, match=f"power of two.*{block}"):
-        DeviceTables(flat_of([4]), block)
-
-
-def test_a_layout_without_alignment_is_an_error_and_no_misaligned_access():
+def test_arguments_that_do_not_fit_are_errors():
+    for block in (0, 8, 24, 100, -64):
+        with pytest.raises(ValueError, match=f"power of two.*{block}"):
+            DeviceTables(flat_of([4]), block)
     with pytest.raises(ValueError, match=r"slot 1 begins at element 5 .*alignment=16"):
         DeviceTables(flat_of([5, 5], alignment=1))
+    tables = DeviceTables(flat_of([4, 4]))
+    with pytest.raises(ValueError, match="2 slots, but 1 gradients"):
+        tables.update([None])
+    with pytest.raises(ValueError, match="2 slots, but 3 flags"):
+        tables.update([None, None], [True] * 3, 1.0)
+    with pytest.raises(ValueError, match="room for 0 headers, but 1 came"):
+        tables.update([None, None], [True] * 2, 1.0, [1])
+    tables._device_number = 0  # as on a GPU: meta tensors have the number of the CPU
+    with pytest.raises(TypeError, match="slot 1 is on meta, but its buffer is on cpu"):
+        tables.update([torch.ones(4), torch.ones(4, device="meta")])
 
 
 @pytest.mark.parametrize("slots", [1, 16, 17, 64, 65, 256])
-def test_addresses_that_have_moved_are_arguments_of_a_launch_and_no_upload(slots):
+def test_changed_addresses_are_arguments_of_a_launch_and_not_uploaded(slots):
     tables = DeviceTables(flat_of([4] * slots, headers=2))
     memory = torch.ones(2, slots, 4)
     tables.update([None] * slots, [True] * slots, 1 / 3, b"\1\2")
@@ -57,7 +64,7 @@ def test_addresses_that_have_moved_are_arguments_of_a_launch_and_no_upload(slots
         assert torch.equal(tables.dynamic[slots:], rest)
     assert tables.uploads == before
     assert tables.moves == launch.launches - launches == 3
-    tables.update(list(memory[1]), [False] * slots)  # something else has changed too
+    tables.update(list(memory[1]), [False] * slots)  # flags have changed, too
     assert tables.uploads == before + 1
 
 
@@ -71,7 +78,7 @@ def test_more_addresses_than_a_launch_may_have_arguments_are_uploaded():
 
 
 @pytest.mark.parametrize("what", ["run", "upload"])
-def test_what_has_not_reached_the_device_is_given_to_it_again(monkeypatch, what):
+def test_tables_are_written_again_after_a_failed_launch_or_upload(monkeypatch, what):
     tables = DeviceTables(flat_of([4]))
     grads = [[torch.ones(4)] for _ in range(3)]
     tables.update(grads[0], [True], 1.0)
@@ -83,48 +90,7 @@ def test_what_has_not_reached_the_device_is_given_to_it_again(monkeypatch, what)
         patch.setattr(launch if what == "run" else device_tables, what, fail)
         with pytest.raises(MemoryError):
             tables.update(grads[1], [True], 1.0 if what == "run" else 2.0)
-    tables.dynamic.zero_()  # who knows
+    tables.dynamic.zero_()  # its content is unknown
     tables.update(grads[0], [True], 1.0)
     assert tables.dynamic[:2].tolist() == [grads[0][0].data_ptr(), 1]
     assert scale_in(tables) == 1.0
-
-
-def test_in_a_graph_tables_are_uploaded_each_time(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    tables = DeviceTables(flat_of([4]))
-    one, other = [torch.ones(4)], [torch.ones(4)]
-    for grads in (one, other):
-        tables.update(grads, [True], 1.0)
-    tables.capture()
-    before, dynamic = tables.uploads, tables.dynamic
-    for grads in (one, other, one):
-        tables.update(grads, [True], 1.0)
-        assert tables.dynamic is dynamic
-        assert dynamic[0] == grads[0].data_ptr()
-    assert tables.uploads - before == 3
-
-
-def test_a_change_of_dtype_at_the_same_address_is_noticed_without_an_upload():
-    tables = DeviceTables(flat_of([4]))
-    memory = torch.zeros(4)
-    assert tables.update([memory]) is torch.float32
-    before = tables.uploads
-    assert tables.update([memory.view(torch.int32).view(torch.float16)[:4]]) is torch.float16
-    assert tables.uploads == before
-
-
-def test_a_gradient_on_another_device_is_an_error_that_names_the_slot():
-    tables = DeviceTables(flat_of([4, 4]))
-    tables._device_number = 0  # as on a GPU: the CPU's number is that of meta tensors too
-    with pytest.raises(TypeError, match="slot 1 is on meta, but its buffer is on cpu"):
-        tables.update([torch.ones(4), torch.ones(4, device="meta")])
-
-
-def test_too_few_gradients_or_flags_are_an_error():
-    tables = DeviceTables(flat_of([4, 4]))
-    with pytest.raises(ValueError, match="2 slots, but 1 gradients"):
-        tables.update([None])
-    with pytest.raises(ValueError, match="2 slots, but 3 flags"):
-        tables.update([None, None], [True] * 3, 1.0)
-    with pytest.raises(ValueError, match="room for 0 headers, but 1 came"):
-        tables.update([None, None], [True] * 2, 1.0, [1])

@@ -1,184 +1,141 @@
-"""The unflatten kernel, in Triton's interpreter, against its plain-torch twin."""
+"""The unflatten kernel, in Triton's interpreter, and its twin in plain torch."""
 
 import itertools
 
 import pytest
 import torch
-from poisoned import assert_same_bits, dense, embedded_flat, embedded_gradients, values
+from against_twins import fill
+from poisoned import assert_same_bits, dense, embedded_flat, embedded_gradients
 
 from tritonddp.kernels import launch, reference
 from tritonddp.kernels.device_tables import DeviceTables
 from tritonddp.kernels.flat_buffer import FlatBuffer
-from tritonddp.kernels.flatten import flatten
 from tritonddp.kernels.unflatten import JointUnflatten, unflatten
 
-# The interpreter is numpy, which warns of the infinities and NaNs that are the point here.
+# The interpreter uses numpy, which warns about infinities and NaNs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
-RUNS = pytest.mark.parametrize("run", [unflatten, reference.unflatten], ids=["triton", "reference"])
+def factor_of(value: float | None) -> torch.Tensor | None:
+    return None if value is None else torch.tensor([value], dtype=torch.float64)
 
 
-def factor_of(value: float) -> torch.Tensor:
-    return torch.tensor([value], dtype=torch.float64)
-
-
-def reduced(slots, wire) -> FlatBuffer:
+def reduced(slots, wire=FP32) -> FlatBuffer:
     """A flat buffer as an all-reduce leaves it."""
     flat, _ = embedded_flat(slots, wire)
-    for slot, view in enumerate(flat.views):
-        content = values(view.numel(), wire, slot)
-        view.copy_(content.as_strided(view.shape, view.stride()))
-    flat.flags.fill_(1)
     flat.tables = DeviceTables(flat, block=256)
+    fill(flat)
     return flat
 
 
-@RUNS
-@pytest.mark.parametrize(
-    ("factor", "found"),
-    [
+@pytest.mark.parametrize("run", [unflatten, reference.unflatten], ids=["kernel", "twin"])
+def test_a_factor_that_does_not_fit_is_an_error_and_nothing_is_written(run):
+    flat, grad = reduced([dense([20])]), torch.zeros(20)
+    run(flat, [grad])  # and the launch is prepared
+    grad.fill_(7.0)
+    for factor, found in (
         (torch.ones(1), r"torch\.float32 of shape \(1,\) on cpu"),
         (torch.ones(2, dtype=torch.float64), r"torch\.float64 of shape \(2,\) on cpu"),
         (torch.ones((), dtype=torch.float64, device="meta"), r"shape \(\) on meta"),
-    ],
-    ids=["dtype", "shape", "device"],
-)
-def test_a_factor_of_another_kind_is_an_error_and_nothing_is_written(run, factor, found):
-    flat = reduced([dense([20])], torch.float32)
-    grad = torch.zeros(20)
-    run(flat, [grad])  # and it is prepared
-    grad.fill_(7.0)
-    with pytest.raises(TypeError, match=rf"one torch\.float64 element on cpu, but is .*{found}"):
-        run(flat, [grad], factor)
+    ):
+        with pytest.raises(
+            TypeError, match=rf"one torch\.float64 element on cpu, but is .*{found}"
+        ):
+            run(flat, [grad], factor)
     assert (grad == 7).all()
+    for size in (19, 21):
+        with pytest.raises(RuntimeError, match="not of the size"):
+            reference.unflatten(flat, [torch.zeros(size)], factor_of(2.0))
 
 
-@pytest.mark.parametrize("size", [19, 21])
-def test_the_reference_refuses_a_gradient_of_another_size(size):
-    flat = reduced([dense([20])], torch.float32)
-    with pytest.raises(RuntimeError, match="not of the size"):
-        reference.unflatten(flat, [torch.zeros(size)], factor_of(2.0))
-
-
-@pytest.mark.parametrize("grads", [[None, None], [torch.empty(0), None]], ids=["none", "empty"])
-def test_nothing_to_write_needs_no_launch(grads):
-    slots = [dense([0]), dense([9])] if grads[0] is None else [dense([0]), dense([0])]
-    flat = reduced(slots, torch.float32)
-    before = launch.launches
-    unflatten(flat, grads)
-    assert launch.launches == before
+def test_without_elements_to_write_nothing_is_launched():
+    for slots, grads in (
+        ([dense([0]), dense([9])], [None, None]),
+        ([dense([0])] * 2, [torch.empty(0), None]),
+    ):
+        flat = reduced(slots)
+        before = launch.launches
+        unflatten(flat, grads)
+        assert launch.launches == before
 
 
 @pytest.mark.parametrize("factor", [None, 0.5], ids=str)
-def test_a_view_whose_data_somebody_has_set_is_written_where_it_is_now(factor):
+def test_a_view_whose_data_was_replaced_is_written_in_its_new_memory(factor):
     slots = [dense([20]), dense([30])]
-    flat, plain = reduced(slots, torch.float32), reduced(slots, torch.float32)
-    given = None if factor is None else factor_of(factor)
-    unflatten(flat, flat.views, given)
+    flat, plain = reduced(slots), reduced(slots)
+    unflatten(flat, flat.views, factor_of(factor))
     moved = torch.zeros(30)
     flat.views[1].data = moved
-    unflatten(flat, flat.views, given)
-    assert_same_bits(moved, plain.views[1] * (factor or 1) ** 2)
-    assert_same_bits(flat.views[0], plain.views[0] * (factor or 1) ** 2)
-
-
-def test_a_buffer_whose_storage_has_moved_is_read_where_it_is_now():
-    slots = [dense([20]), dense([30])]
-    flat = reduced(slots, torch.float32)
-    grads = [torch.zeros(20), torch.zeros(30)]
-    flatten(flat, grads, [True, True], 1.0)
-    unflatten(flat, grads)
-    held = flat.data.untyped_storage().nbytes()
-    flat.data.untyped_storage().resize_(16 * held)  # elsewhere, as a rule
-    for each in grads:
-        each.fill_(3)
-    flatten(flat, grads, [True, True], 2.0)
-    assert all((view == 6).all() for view in flat.views)
-    unflatten(flat, grads)
-    assert all((grad == 6).all() for grad in grads)
+    unflatten(flat, flat.views, factor_of(factor))
+    for found, view in zip((flat.views[0], moved), plain.views, strict=True):
+        assert_same_bits(found, view * (factor or 1) ** 2)
 
 
 # Several buffers together
 
+SEVERAL = [[dense([20]), dense([0]), dense([300])], [dense([5, 7], [1, 0])], [dense([1000])] * 2]
 
-def several(wires=(torch.bfloat16,) * 3):
-    """Reduced buffers, and their gradients."""
-    kinds = [[dense([20]), dense([0]), dense([300])], [dense([5, 7], [1, 0])], [dense([1000])] * 2]
-    flats, grads = [], []
-    for number, (slots, wire) in enumerate(zip(kinds, wires, strict=True)):
-        flat, _ = embedded_flat(slots, wire)
-        flat.tables = DeviceTables(flat, block=256)
-        for view in flat.views:
-            view.copy_(values(view.numel(), wire, number).as_strided(view.shape, view.stride()))
-        flat.flags.fill_(1)
-        flats.append(flat)
-        grads.append(embedded_gradients(slots, torch.float32)[0])
+
+def several(wires=(BF16,) * 3):
+    """Reduced buffers, their gradients, and the same gradients again for the twin."""
+    flats = [reduced(slots, wire) for slots, wire in zip(SEVERAL, wires, strict=True)]
     flats[2].flags[1] = 0
-    return flats, grads
+    grads, twins = ([embedded_gradients(slots, FP32)[0] for slots in SEVERAL] for _ in range(2))
+    return flats, grads, twins
 
 
-def assert_as_alone(flats, joint, grads, expected, factor) -> None:
-    for flat, each in zip(flats, expected, strict=True):
+def assert_as_alone(flats, joint, grads, twins, factor=None) -> int:
+    """All at once have the bits of one each; returns the number of launches."""
+    for flat, each in zip(flats, twins, strict=True):
         reference.unflatten(flat, each, factor)
+    before = launch.launches
     joint(grads, factor)
-    for found, wanted in zip(itertools.chain(*grads), itertools.chain(*expected), strict=True):
+    for found, expected in zip(itertools.chain(*grads), itertools.chain(*twins), strict=True):
         if found is not None:
-            assert_same_bits(found, wanted)
+            assert_same_bits(found, expected)
+    return launch.launches - before
 
 
 @pytest.mark.parametrize("factor", [None, 1 / 3], ids=str)
 def test_several_buffers_are_unflattened_in_one_launch_with_the_bits_of_one_each(factor):
-    flats, _ = several()
-    given = None if factor is None else factor_of(factor)
+    flats, *_ = several()
     joint = JointUnflatten(flats)
-    for _ in range(2):  # the second time elsewhere
-        (_, grads), (_, expected) = several(), several()
-        for each in (grads, expected):
-            each[0][0] = None
+    for _ in range(2):  # the second time at other addresses
+        _, grads, twins = several()
+        grads[0][0] = twins[0][0] = None
         for flat, each in zip(flats, grads, strict=True):
             flat.tables.update(each)
-        before, moves = launch.launches, [flat.tables.moves for flat in flats]
-        assert_as_alone(flats, joint, grads, expected, given)
-        assert launch.launches - before == 1
+        moves = [flat.tables.moves for flat in flats]
+        assert assert_as_alone(flats, joint, grads, twins, factor_of(factor)) == 1
         assert [flat.tables.moves for flat in flats] == moves
     assert not any(flat.tables.uploads for flat in flats)
-    # Other gradients than the tables have: each of them says so to the device.
-    (_, grads), (_, expected) = several(), several()
-    before = launch.launches
-    assert_as_alone(flats, joint, grads, expected, given)
-    assert launch.launches - before == 1 + 3
+    # Gradients that the tables do not have: one launch for each table.
+    _, grads, twins = several()
+    assert assert_as_alone(flats, joint, grads, twins, factor_of(factor)) == 1 + 3
 
 
-def test_buffers_of_other_kinds_are_unflattened_one_by_one():
-    for wires in [(torch.bfloat16, torch.float32, torch.bfloat16), (torch.bfloat16,) * 3]:
-        flats, grads = several(wires)
-        _, expected = several(wires)
+def test_buffers_of_different_kinds_are_unflattened_one_by_one():
+    for wires in [(BF16, FP32, BF16), (BF16,) * 3]:
+        flats, grads, twins = several(wires)
         if len(set(wires)) == 1:
-            for each in (grads, expected):
+            for each in (grads, twins):
                 each[1] = [grad.double() for grad in each[1]]
-        joint = JointUnflatten(flats)
-        before = launch.launches
-        assert_as_alone(flats, joint, grads, expected, None)
-        assert launch.launches - before == 3 + sum(flat.tables.moves for flat in flats)
+        launches = assert_as_alone(flats, JointUnflatten(flats), grads, twins)
+        assert launches == 3 + sum(flat.tables.moves for flat in flats)
 
 
 def test_a_buffer_without_gradients_is_left_out():
-    flats, grads = several()
-    _, expected = several()
-    for each in (grads, expected):
-        each[1] = [None]
+    flats, grads, twins = several()
+    grads[1] = twins[1] = [None]
     joint = JointUnflatten(flats)
     joint(grads)
-    before = launch.launches
-    assert_as_alone(flats, joint, grads, expected, None)
-    assert launch.launches - before == 1
+    assert assert_as_alone(flats, joint, grads, twins) == 1
     joint([[None] * len(each) for each in grads])
 
 
-def test_several_buffers_of_views_are_scaled_together_where_they_are():
-    flats, _ = several()
-    twins, _ = several()
+def test_several_buffers_of_views_are_scaled_together_in_place():
+    (flats, *_), (twins, *_) = several(), several()
     joint = JointUnflatten(flats)
     for factor in (None, factor_of(1 / 3)):
         before = launch.launches
@@ -187,24 +144,13 @@ def test_several_buffers_of_views_are_scaled_together_where_they_are():
         for flat, twin in zip(flats, twins, strict=True):
             reference.unflatten(twin, twin.views, factor)
             assert_same_bits(flat.payload, twin.payload)
-    mixed = [flats[0].views, [None], flats[2].views]  # the second one must not be scaled
     was = flats[1].payload.clone()
-    joint(mixed, factor_of(0.5))
-    assert_same_bits(flats[1].payload, was)
-
-
-def test_several_buffers_of_which_one_has_moved_are_read_where_they_are_now():
-    flats, grads = several()
-    _, expected = several()
-    joint = JointUnflatten(flats)
-    joint(grads)
-    flats[1].data.untyped_storage().resize_(1 << 20)
-    flats[1].payload.fill_(7)
-    assert_as_alone(flats, joint, grads, expected, None)
+    joint([flats[0].views, [None], flats[2].views], factor_of(0.5))
+    assert_same_bits(flats[1].payload, was)  # it has no gradients
 
 
 def test_several_buffers_check_what_one_checks():
-    flats, grads = several()
+    flats, grads, _ = several()
     joint = JointUnflatten(flats)
     with pytest.raises(TypeError, match=r"one torch\.float64 element"):
         joint(grads, torch.ones(1))

@@ -1,4 +1,4 @@
-"""``torch.cuda`` as far as the package, and what it rests on, calls it, over recorded timelines."""
+"""The part of ``torch.cuda`` that the package and torch call, on recorded timelines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CUDA = 1  # torch's number of the device type
 
 @contextlib.contextmanager
 def patched(recorder: Recorder) -> Iterator[None]:
-    """Context: ``torch.cuda`` has one device, which is ``recorder``'s."""
+    """Context: ``torch.cuda`` has one device, that of ``recorder``."""
     numbers = itertools.count(1)
 
     class Stream:
@@ -93,9 +93,9 @@ def patched(recorder: Recorder) -> Iterator[None]:
             recorder.host_waits(self.clock, "an event's synchronize", age)
 
         def query(self) -> bool:
-            """A device that is as far behind as a program may expect it to be."""
+            """The device is at most some steps behind."""
             if recorder.capturing:
-                recorder.races.append("an event is asked for while a CUDA graph is captured")
+                recorder.races.append("an event is queried while a CUDA graph is captured")
             if recorder.steps - self.step < _FAR_BEHIND:
                 return recorder.host.knows_all(self.clock)
             recorder.host.join(self.clock)
@@ -104,7 +104,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
         def elapsed_time(self, end: Event) -> float:
             assert self.enable_timing
             assert end.enable_timing
-            assert recorder.host.knows_all(end.clock), "of an event that may not have come"
+            assert recorder.host.knows_all(end.clock), "the event may not be complete"
             return (end.at - self.at) * 1e3
 
     class CUDAGraph:
@@ -122,7 +122,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
 
     @contextlib.contextmanager
     def graph(captured: CUDAGraph, **_: Any) -> Iterator[None]:
-        """What is captured runs, for its results have to be somewhere, and is undone."""
+        """Captured work runs, because its results need memory; then memory is restored."""
         before = [
             (key, memory, ctypes.string_at(memory.address, memory.nbytes))
             for key, memory in recorder.live.items()
@@ -138,14 +138,9 @@ def patched(recorder: Recorder) -> Iterator[None]:
                 if recorder.live.get(key) is memory:
                     ctypes.memmove(memory.address, content, len(content))
 
-    @contextlib.contextmanager
-    def stream(chosen: Stream | None) -> Iterator[None]:
-        former = recorder.current
-        recorder.current = former if chosen is None else chosen.timeline
-        try:
-            yield
-        finally:
-            recorder.current = former
+    def stream(chosen: Stream | None) -> Any:
+        timeline = recorder.current if chosen is None else chosen.timeline
+        return mock.patch.object(recorder, "current", timeline)
 
     def synchronize(device: Any = None) -> None:
         clock: dict[Timeline, int] = {}
@@ -166,7 +161,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
         gcnArchName="",
         multi_processor_count=132,
         total_memory=2**33,
-        L2_cache_size=2**12,  # few inputs of benchmarks exceed it
+        L2_cache_size=2**12,  # less than most inputs of benchmarks
     )
     fakes = {
         "Stream": Stream,
@@ -202,5 +197,5 @@ def patched(recorder: Recorder) -> Iterator[None]:
         for name, fake in raw.items():
             stack.enter_context(mock.patch.object(_torch, name, fake))
         stack.callback(_device._stream.cache_clear)
-        _device._stream.cache_clear()  # of streams of another recorder, or of a GPU
+        _device._stream.cache_clear()  # of the streams of another recorder, or of a GPU
         yield

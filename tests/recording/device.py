@@ -1,10 +1,10 @@
-"""Tensors on the CPU that pass for a GPU's, see the package."""
+"""Tensors on the CPU that say that they are on a GPU: see the package."""
 
 import contextlib
 import gc
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any
 from unittest import mock
@@ -22,59 +22,62 @@ from recording import autograd, cuda, kernels, nccl
 from recording.recorder import Memory, Recorder, Timeline, by_package, extent, tensors_in
 from tritonddp import _torch
 
-# What reads a tensor on the host without an operation that a dispatcher sees.
+# Methods that read a tensor on the host without an operation that is dispatched.
 _READS = ("tolist", "numpy", "__array__")
 _aten = torch.ops.aten
 _ITEM = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default)
-# The host has to know how large the result is.
+# The host must know the size of the result.
 _SIZED_BY_CONTENT = (
     _aten.nonzero.default,
     _aten._coalesce.default,
     _aten.masked_select.default,
     _aten._unique2.default,
 )
-# They take tensors on the host for a GPU's, or look at their shapes only.
+# They accept tensors of the host with those of a GPU, or use only their shapes.
 _MIXED = ("aten::index", "aten::empty_like", "aten::zeros_like", "aten::ones_like")
-# They look at no content.
+# They read and write no elements.
 _EMPTY = ("aten::empty", "aten::new_empty")
 _NO_WORK = ("aten::set_", "aten::resize_", "aten::_sparse_", "aten::record_stream", "profiler::")
 
 
 class Device:
-    """Which tensors are the device's, and what is done to them."""
+    """The tensors of the device, and the accesses to them.
+
+    Attributes:
+        place: of the tensors that are made now: "device", "host" or "pinned".
+    """
 
     def __init__(self, recorder: Recorder, everywhere: bool = False) -> None:
         self.recorder = recorder
         self.everywhere = everywhere
-        self.place: str | None = None  # of what is made now: "device", "host", "pinned"
+        self.place: str | None = None
 
     @staticmethod
     @contextlib.contextmanager
     def without_modes() -> Iterator[None]:
-        """Context in which nothing of torch is recorded."""
+        """Context: operations of torch are not recorded."""
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             yield
 
     # Memory
 
     def memory_of(self, tensor: Tensor) -> Memory | None:
-        """What ``tensor`` lies in, if that is on the device or pinned."""
+        """The memory of ``tensor``, if it is on the device or pinned."""
         if tensor.layout is not torch.strided:
             return None
         return self.recorder.live.get(tensor.untyped_storage()._cdata)
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is on the device."""
         if tensor.layout is not torch.strided:
             return self.has(tensor._values())
         memory = self.memory_of(tensor)
         return memory is not None and not memory.is_pinned
 
     def take(self, tensor: Tensor, is_pinned: bool = False) -> Tensor:
-        """``tensor`` is on the device from now on, or pinned."""
+        """From now on, ``tensor`` is on the device, or pinned."""
         if tensor.layout is not torch.strided:
-            self.take(tensor._indices(), is_pinned)
-            self.take(tensor._values(), is_pinned)
+            for part in (tensor._indices(), tensor._values()):
+                self.take(part, is_pinned)
             return tensor
         storage = tensor.untyped_storage()
         if self.memory_of(tensor) is None:
@@ -95,10 +98,19 @@ class Device:
             first, end = extent(*place, tensor.element_size())
             self.recorder.touch(timeline, memory, first, end, writes, what)
 
+    def guard(self, tensors: Sequence[Tensor], timeline: Timeline) -> None:
+        """Their memory is not reused before the present work of ``timeline``."""
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors:
+                is_sparse = tensor.layout is torch.sparse_coo
+                for part in (tensor._indices(), tensor._values()) if is_sparse else (tensor,):
+                    if memory := self.memory_of(part):
+                        memory.guards.add(timeline)
+
     # Between host and device
 
     def copy(self, target: Tensor, source: Tensor, non_blocking: bool) -> None:
-        """``target.copy_(source)`` between host and device is given to the current stream."""
+        """The current stream runs ``target.copy_(source)`` between host and device."""
         recorder, stream = self.recorder, self.recorder.current
         host = source if self.has(target) else target
         is_pinned = self.memory_of(host) is not None
@@ -113,7 +125,7 @@ class Device:
             recorder.hide(target)
 
     def read(self, tensor: Tensor, what: str) -> None:
-        """The host reads ``tensor``: it waits for the device, or should have."""
+        """The host reads ``tensor``: it waits for the device, or should have waited."""
         recorder = self.recorder
         if self.has(tensor):
             recorder.run(recorder.current, "copy to the host")
@@ -125,7 +137,7 @@ class Device:
 
 
 class _Operations(TorchDispatchMode):
-    """Notes what torch's operations read and write."""
+    """Records what the operations of torch read and write."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -134,58 +146,75 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
-            return self._dispatch(func, args, kwargs)
+            return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        device, place = self._device, self._device.place
+        device, place, name = self._device, self._device.place, func.name()
         recorder = device.recorder
         given = [*tensors_in((args, kwargs))]
         on_device = list(map(device.has, given))
         if device.everywhere and place is None and not given and not by_package():
             place = "device"
-        if not any(on_device) and place in (None, "host") and not any(map(device.memory_of, given)):
+        is_elsewhere = place in (None, "host") and not any(map(device.memory_of, given))
+        if is_elsewhere and not any(on_device):
             return func(*args, **kwargs)
-        if func.namespace == "c10d" or func.name().startswith(_NO_WORK):
+        if func.namespace == "c10d" or name.startswith(_NO_WORK):
             return func(*args, **kwargs)
         if func in _ITEM and any(on_device):
             for tensor in given:
-                device.read(tensor, func.name())
+                device.read(tensor, name)
             return func(*args, **kwargs)
         result = self._call(func, args, kwargs)
-        if func.name().startswith("aten::_foreach_") and func._schema.is_mutable:
-            increment_version(args[0])  # as the kernels for CUDA do, beneath autograd
+        if name.startswith("aten::_foreach_") and func._schema.is_mutable:
+            increment_version(args[0])  # as the kernels for CUDA do, below autograd
         if func is _aten.copy_.default and on_device[0] is not on_device[1]:
-            device.copy(
-                args[0], args[1], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-            )
+            non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking")
+            device.copy(args[0], args[1], bool(non_blocking))
             recorder.replayable(partial(func, *args, **kwargs))
             return result
-        made = [*tensors_in(result)]
         if func.is_view:
             return result
-        if place == "pinned" or (place != "host" and (any(on_device) or place == "device")):
+        made = [*tensors_in(result)]
+        runs_on_device = place != "host" and (any(on_device) or place == "device")
+        if place == "pinned" or runs_on_device:
             for tensor in made:
                 if device.memory_of(tensor) is None:
                     device.take(tensor, place == "pinned")
-        if place == "host" or not (any(on_device) or place == "device"):
-            self._on_host(func, args, kwargs, made)
+        if not runs_on_device:  # pinned memory is read and written at once
+            recorder.host.step()
+            self._touch(recorder.host, func, args, kwargs, made)
             return result
         for tensor, is_there in zip(given, on_device, strict=True):
-            if not is_there and tensor.dim() and not func.name().startswith(_MIXED):
+            if not is_there and tensor.dim() and not name.startswith(_MIXED):
                 recorder.races.append(f"{func} of tensors on the host and on the device")
-        self._on_device(func, args, kwargs, made)
+        if not name.startswith(_EMPTY):
+            recorder.run(recorder.current, name)
+            self._touch(recorder.current, func, args, kwargs, made)
         recorder.replayable(partial(_again, partial(self._call, func, args, kwargs), made))
         if func in _SIZED_BY_CONTENT:
-            recorder.host_waits(recorder.current.clock, func.name())
+            recorder.host_waits(recorder.current.clock, name)
         return result
 
-    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Round operands without dimensions as CUDA does, and note which lose by it.
+    def _touch(
+        self, timeline: Timeline, func: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]
+    ) -> None:
+        """``timeline`` reads and writes the arguments, and writes the results."""
+        if func.name().startswith(_EMPTY):
+            return
+        accesses = []
+        for place, argument in enumerate(func._schema.arguments):
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            accesses += [(tensor, writes) for tensor in tensors_in(value)]
+        for tensor, writes in (*accesses, *((tensor, True) for tensor in made)):
+            self._device.touch(timeline, tensor, writes, func.name())
 
-        They are loaded in the dtype of the result, that of the operands with dimensions, bf16 too;
-        only numbers, and tensors on the CPU, keep their precision.
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Round operands without dimensions as CUDA does, and note which of them lose precision.
+
+        CUDA loads them in the dtype of the operands with dimensions, also in bf16. Only numbers and
+        tensors on the CPU keep their precision.
         """
         if torch.Tag.pointwise in func.tags or func.name().startswith("aten::_foreach_"):
             others = {
@@ -205,35 +234,14 @@ class _Operations(TorchDispatchMode):
             operand.is_floating_point() or operand.is_complex() or common.is_floating_point
         ):
             return operand
-        text = f"{func}: {operand.dtype} without dimensions beside {common}"
-        self._device.recorder.rounded.append(text)
+        self._device.recorder.rounded.append(
+            f"{func}: {operand.dtype} without dimensions, {common}"
+        )
         return operand.to(common)
-
-    def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> None:
-        """Pinned memory is read and written at once."""
-        device, host = self._device, self._device.recorder.host
-        if func.name().startswith(_EMPTY):
-            return
-        host.step()
-        for tensor, writes in _operands(func, args, kwargs):
-            device.touch(host, tensor, writes, func.name())
-        for tensor in made:
-            device.touch(host, tensor, True, func.name())
-
-    def _on_device(self, func: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> None:
-        device, recorder = self._device, self._device.recorder
-        if func.name().startswith(_EMPTY):
-            return
-        stream = recorder.current
-        recorder.run(stream, func.name())
-        for tensor, writes in _operands(func, args, kwargs):
-            device.touch(stream, tensor, writes, func.name())
-        for tensor in made:
-            device.touch(stream, tensor, True, func.name())
 
 
 def _again(call: Callable[[], Any], made: list[Tensor]) -> None:
-    """In a replay, into the same memory."""
+    """Repeat an operation in a replay, into the same memory."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         new = [*tensors_in(call())]
         for target, source in zip(made, new, strict=True):
@@ -241,17 +249,8 @@ def _again(call: Callable[[], Any], made: list[Tensor]) -> None:
                 target.copy_(source)
 
 
-def _operands(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors that ``func`` gets, and whether it writes them."""
-    for place, argument in enumerate(func._schema.arguments):
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in tensors_in(value):
-            yield tensor, writes
-
-
 class _Appearance(TorchFunctionMode):
-    """Tensors on the device say so, and factories make them there."""
+    """Tensors say that they are on the device, and factories make them there."""
 
     def __init__(self, device: Device, streams: autograd.Streams) -> None:
         super().__init__()
@@ -290,12 +289,12 @@ class _Appearance(TorchFunctionMode):
         return result
 
     def _place(self, kwargs: dict[str, Any]) -> str | None:
-        """Where the operation makes its result, by its arguments, which become the CPU's."""
+        """Where the operation makes its result; its arguments are changed to the CPU."""
         place = None
-        if kwargs.get("device") is not None:
-            given = kwargs["device"]
-            is_index = isinstance(given, int)
-            place = "device" if is_index or torch.device(given).type == "cuda" else "host"
+        given = kwargs.get("device")
+        if given is not None:
+            is_cuda = isinstance(given, int) or torch.device(given).type == "cuda"
+            place = "device" if is_cuda else "host"
             kwargs["device"] = torch.device("cpu")
         if kwargs.pop("pin_memory", False):
             place = "pinned"
@@ -313,16 +312,13 @@ class _Appearance(TorchFunctionMode):
         else:
             kwargs.pop("copy", None)
             rest = list(args[1:])
-            if len(rest) > 3:  # copy by its place
+            if len(rest) > 3:  # copy as a positional argument
                 has_copy = rest.pop(3)
             target, dtype, non_blocking, _ = torch._C._nn._parse_to(*rest, **kwargs)
         if target is None or (target.type == "cuda") is device.has(tensor):
             options = {"copy": True} if has_copy else {}
-            former, device.place = device.place, None
-            try:
+            with mock.patch.object(device, "place", None):
                 result = tensor.to(dtype or tensor.dtype, **options)
-            finally:
-                device.place = former
             self._streams.note(result)
             return result
         with _disable_current_modes():
@@ -337,7 +333,7 @@ class _Appearance(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """The collector takes Python objects of live storages, by which the recorder knows them."""
+    """Context: the collector does not free the Python objects of live storages."""
     gc.disable()
     try:
         yield
@@ -347,10 +343,10 @@ def _without_collector() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recording(everywhere: bool = False) -> Iterator[Recorder]:
-    """Context: there is a GPU, ``cuda:0``, with NCCL; what is put on it is recorded.
+    """Context: there is a GPU, ``cuda:0``, with NCCL, and its work is recorded.
 
     Args:
-        everywhere: whatever is not the package makes its tensors on the device.
+        everywhere: all code outside the package makes its tensors on the device.
     """
     recorder = Recorder()
     device = Device(recorder, everywhere)
@@ -359,7 +355,7 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
     run_backward: Callable[..., Any] = torch.autograd._engine_run_backward
 
     def with_modes(*args: Any, **kwargs: Any) -> Any:
-        # Tensor.backward is looked at by the mode, and what it calls no more; hooks have to be.
+        # The mode handles Tensor.backward, but is off inside of it; hooks need it.
         modes = torch.overrides._get_current_function_mode_stack()
         with (
             contextlib.nullcontext() if appearance in modes else appearance,
@@ -367,7 +363,7 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
         ):
             return run_backward(*args, **kwargs)
 
-    # A frame of torch, as the function is whose place it takes: callers are looked for outside.
+    # Its frame must look like one of torch, where no caller is searched.
     as_torch = types.FunctionType(
         with_modes.__code__,
         {**globals(), "__name__": "torch.recorded"},
@@ -375,13 +371,10 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
     )
 
     def record_stream(tensor: Tensor, stream: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            memory = device.memory_of(tensor)
-        if memory is not None:
-            memory.guards.add(stream.timeline)
+        device.guard([tensor], stream.timeline)
 
     def metadata(tensor: Tensor) -> dict[str, Any]:
-        # Checkpoints ask for it in operations, which no mode sees, and outside of them.
+        # Checkpoints compare it inside operations, which no mode sees, and outside of them.
         return {"dtype": tensor.dtype, "shape": tensor.shape}
 
     checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
@@ -393,7 +386,7 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
         streams.patched(),
         mock.patch.object(torch.autograd, "_engine_run_backward", as_torch),
         mock.patch.object(Tensor, "record_stream", record_stream),
-        # Without its modes there is no such device.
+        # The device exists only with its modes.
         mock.patch.object(_torch, "without_function_modes", contextlib.nullcontext),
         mock.patch.object(_torch, "without_dispatch_modes", contextlib.nullcontext),
         mock.patch.object(torch.autograd.graph, "_engine_run_backward", as_torch),

@@ -1,7 +1,7 @@
-"""Faults of a CUDA path, one at a time, that the recorder has to find.
+"""Faults of the CUDA path, planted one at a time, that the recorder has to find.
 
-No number is wrong by any of them here, where all work is done at once: on a GPU some would be, now
-and then, and others would cost time.
+The recorded device does all work at once, so no fault makes a number wrong here. On a GPU some
+would, now and then, and others would cost time.
 """
 
 import contextlib
@@ -17,8 +17,10 @@ from torch import Tensor
 from tritonddp import _device
 from tritonddp.buckets import bucket
 from tritonddp.buckets.bucket import Bucket
+from tritonddp.comm import two_levels
 from tritonddp.comm.all_reduce import AllReduce
 from tritonddp.comm.quantized import QuantizedAllReduce
+from tritonddp.comm.two_levels import TwoLevels
 from tritonddp.diagnostics.scalars import Scalars
 from tritonddp.kernels import device_tables, flatten, unflatten
 from tritonddp.kernels.device_tables import DeviceTables
@@ -26,29 +28,22 @@ from tritonddp.kernels.device_tables import DeviceTables
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, and how it shows.
+    """A fault, which shows as a race, unless ``is_wait`` or ``error`` is given."""
 
-    Attributes:
-        elsewhere, steps: see :func:`recording.programs.play`. Buckets follow the order of gradients
-            after the first step, and headers are read in the next one.
-    """
-
-    program: str  # in which
-    plant: Callable[[], contextlib.AbstractContextManager[Any]]  # context in which it is there
-    is_wait: bool = False  # the host waits; else there is a race, or an error
-    error: str | None = None  # what it says, if there is one
-    elsewhere: bool = False
-    steps: int = 5
+    program: str  # in which it is planted
+    plant: Callable[[], contextlib.AbstractContextManager[Any]]  # context with the fault
+    is_wait: bool = False  # the host waits for the device
+    error: str | None = None  # the message of an error
+    elsewhere: bool = False  # see recording.programs.play
+    steps: int = 5  # buckets follow the order of gradients after the first one
+    is_on_hosts: bool = False  # the program runs on two hosts of two ranks each
 
 
 FAULTS: dict[str, Fault] = {}
 
 
 def fault(program: str, owner: Any, name: str, **options: Any) -> Callable[[Any], Any]:
-    """Decorator: the function is called instead of ``owner.name``, which it gets before all else.
-
-    It may stand below another fault.
-    """
+    """Decorator: call the function instead of ``owner.name``, which is its first argument."""
     original = getattr(owner, name)
 
     def add(instead: Callable[..., Any]) -> Any:
@@ -56,7 +51,7 @@ def fault(program: str, owner: Any, name: str, **options: Any) -> Callable[[Any]
             return instead(original, *args, **kwargs)
 
         plant = lambda: mock.patch.object(owner, name, replaced)  # noqa: E731
-        FAULTS[f"{instead.__name__} {owner.__name__}"] = Fault(program, plant, **options)
+        FAULTS[f"{instead.__name__}: {owner.__name__}.{name}"] = Fault(program, plant, **options)
         return instead
 
     return add
@@ -64,37 +59,37 @@ def fault(program: str, owner: Any, name: str, **options: Any) -> Callable[[Any]
 
 @contextlib.contextmanager
 def _side() -> Iterator[None]:
-    """Context: a stream that nobody waits for, and that waits for nobody."""
+    """Context: a stream that no other stream waits for, and that waits for none."""
     with torch.cuda.stream(torch.cuda.Stream()):
         yield
 
 
-class _Never:
-    """In the place of a work."""
+class _Unawaited:
+    """Replaces a work; ``wait()`` does nothing."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
 
     def wait(self) -> None:
-        """Waits for nothing."""
+        pass
 
 
 # Copies between host and device
 
 
 @fault("copies", _device.Readback, "wait", error="has reduced something else")
-def headers_are_read_before_the_copy_is_there(_: Any, self: _device.Readback) -> Tensor:
+def headers_are_read_before_their_copy_is_complete(_: Any, self: _device.Readback) -> Tensor:
     return self._copy
 
 
 @fault("copies", _device.Readback, "start")
-def headers_are_copied_before_their_sum_is_there(start: Any, self: Any, tensor: Tensor) -> None:
+def headers_are_copied_before_their_sum_is_complete(start: Any, self: Any, tensor: Tensor) -> None:
     with _side():
         start(self, tensor)
 
 
 @fault("copies", _device.Readback, "start")
-def the_event_of_a_copy_comes_before_it(start: Any, self: Any, tensor: Tensor) -> None:
+def the_event_of_a_copy_is_recorded_before_it(start: Any, self: Any, tensor: Tensor) -> None:
     start(self, tensor)
     self._copy.copy_(tensor, non_blocking=True)
 
@@ -137,7 +132,7 @@ def the_host_waits_for_the_stream(launch: Any, *args: Any) -> Any:
 @fault("lazy buckets", unflatten, "unflatten")
 @fault("copies", AllReduce, "launch")
 @fault("scalars", Scalars, "on_launch")
-def it_is_given_to_another_stream(function: Any, *args: Any) -> Any:
+def it_runs_on_another_stream(function: Any, *args: Any) -> Any:
     with _side():
         return function(*args)
 
@@ -158,7 +153,7 @@ def the_side_stream_waits_for_nobody(_: Any, *args: Any) -> Iterator[None]:
 @fault("copies", DeviceTables, "change")
 def addresses_are_those_of_the_step_before(change: Any, self: Any, *args: Any) -> Any:
     dtype = change(self, *args)
-    self.dynamic[: len(self.addresses)] += 2**40  # other memory is where gradients were
+    self.dynamic[: len(self.addresses)] += 2**40  # gradients are no longer there
     return dtype
 
 
@@ -167,25 +162,30 @@ def addresses_are_those_of_the_step_before(change: Any, self: Any, *args: Any) -
 
 @fault("copies", AllReduce, "launch")
 @fault("int8", QuantizedAllReduce, "launch")
-def the_sum_is_not_waited_for(launch: Any, *args: Any) -> Any:
-    return _Never(launch(*args))
-
-
 @fault("int8", dist, "all_to_all_single")
-def the_all_to_all_is_not_waited_for(send: Any, *args: Any, **kwargs: Any) -> Any:
-    return _Never(send(*args, **kwargs))
+@fault("int8", two_levels, "reduce_scatter_single", is_on_hosts=True, steps=3)
+@fault("int8", two_levels, "all_gather_single", is_on_hosts=True, steps=3)
+def a_collective_is_not_waited_for(launch: Any, *args: Any, **kwargs: Any) -> Any:
+    return _Unawaited(launch(*args, **kwargs))
+
+
+@fault("int8", TwoLevels, "wait", is_on_hosts=True, steps=3)
+def the_last_all_gather_is_not_waited_for(_: Any, *args: Any) -> None:
+    pass
 
 
 # Memory
 
 
 @fault("frozen parameters", bucket, "record_use", elsewhere=True, steps=14)
-def buckets_that_are_dropped_give_their_memory_back(_: Any, *memory: Tensor) -> None:
+def the_memory_of_dropped_buckets_is_reused_too_early(_: Any, *memory: Tensor) -> None:
     pass
 
 
 @fault("lazy buckets", AllReduce, "launch")
-def a_buffer_goes_before_its_sum_is_there(launch: Any, self: Any, bucket: Any, *args: Any) -> Any:
+def a_buffer_is_freed_before_its_sum_is_complete(
+    launch: Any, self: Any, bucket: Any, *args: Any
+) -> Any:
     with _side():
         torch.empty_like(bucket.flat.data).copy_(bucket.flat.data)
     return launch(self, bucket, *args)

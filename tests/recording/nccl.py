@@ -1,8 +1,7 @@
-"""Collectives of a GPU's tensors as NCCL makes them: on a stream of the group, and by gloo at once.
+"""Collectives of a GPU's tensors on a stream of the group, as by NCCL; gloo runs them at once.
 
-A collective begins behind what the current stream has been given when it is issued, and whoever
-waits for its work makes the current stream wait, not the host. Its tensors are held until then, as
-torch's own group for NCCL does.
+A collective starts after the present work of the current stream. Waiting for its work makes the
+current stream wait, not the host. Its tensors are kept alive until then, as by torch.
 """
 
 from __future__ import annotations
@@ -17,38 +16,27 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from recording.recorder import Recorder, Timeline
+from recording.recorder import Recorder, Timeline, tensors_in
 
 if TYPE_CHECKING:
     from recording.device import Device
 
-# Of each method: which arguments are written, and which are read.
-_METHODS = {
-    "allreduce": ((0,), (0,)),
-    "broadcast": ((0,), (0,)),
-    "allgather": ((0,), (1,)),
-    "_allgather_base": ((0,), (1,)),
-    "allgather_into_tensor_coalesced": ((0,), (1,)),
-    "_reduce_scatter_base": ((0,), (1,)),
-    "reduce_scatter": ((0,), (1,)),
-    "alltoall_base": ((0,), (1,)),
-    "all_gather_single": ((0,), (1,)),
-    "all_to_all_single": ((0,), (1,)),
-    "reduce_scatter_single": ((0,), (1,)),
-    "gather": ((0,), (1,)),
-    "scatter": ((0,), (1,)),
-    "reduce": ((0,), (0,)),
-}
+# Methods that write and read their first argument; the others write the first and read the second.
+_IN_PLACE = ("allreduce", "broadcast", "reduce")
+_METHODS = (
+    *_IN_PLACE,
+    *("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "all_gather_single"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
+    *("alltoall_base", "all_to_all_single", "gather", "scatter"),
+)
 
-
-# Groups that have made a collective, perhaps in a recording before.
+# Groups that have run a collective, perhaps in an earlier recording.
 _with_communicator: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 class _Method:
-    """A method that does not pass for one written in Python: torch's own works' are not."""
+    """A method that does not look like a function in Python, as those of torch's own works."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -58,7 +46,7 @@ class _Method:
 
 
 class RecordedFuture(torch.futures.Future):
-    """Of a work: what is chained to it runs on a stream of its own, behind the collective."""
+    """The future of a work: its callbacks run on a stream of their own, after the collective."""
 
     def __init__(
         self,
@@ -68,27 +56,27 @@ class RecordedFuture(torch.futures.Future):
         hold: Callable[[Timeline], None],
     ) -> None:
         super().__init__()
-        self._recorder, self._clock, self._hold = recorder, clock, hold
+        self._recorder, self._clock, self.hold = recorder, clock, hold
         self.set_result(value)
 
-    def wait(self) -> Any:
+    def join(self) -> None:
+        """The current stream waits."""
         self._recorder.current.join(self._clock)
-        self._hold(self._recorder.current)
+
+    def wait(self) -> Any:
+        self.join()
+        self.hold(self._recorder.current)
         return super().wait()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        recorder = self._recorder
-        stream, former = recorder.new_stream("a future's stream"), recorder.current
+        recorder, stream = self._recorder, self._recorder.new_stream("a future's stream")
         stream.join(self._clock)
-        self._hold(stream)  # as torch's futures do with what they hold
-        recorder.current = stream
-        try:
+        self.hold(stream)  # as torch's futures do with their tensors
+        with mock.patch.object(recorder, "current", stream):
             value = callback(self)
-        finally:
-            recorder.current = former
         if isinstance(value, torch.futures.Future):
             value = value.value()
-        return RecordedFuture(recorder, dict(stream.clock), value, self._hold)
+        return RecordedFuture(recorder, dict(stream.clock), value, self.hold)
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         self.then(lambda future: callback(future))
@@ -97,31 +85,19 @@ class RecordedFuture(torch.futures.Future):
 class RecordedWork(dist.Work):
     """See ``torch.distributed.Work``."""
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        timeline: Timeline,
-        tensors: list[Tensor],
-        hold: Callable[[Timeline], None],
-    ) -> None:
+    def __init__(self, future: RecordedFuture, timeline: Timeline) -> None:
         super().__init__()
-        self._recorder = recorder
-        self._timeline = timeline
-        self._hold = hold
-        self._clock = dict(timeline.clock)
-        self._tensors = tensors
-        self._value = tensors
+        self._future, self._timeline = future, timeline
 
     def _wait(self, timeout: timedelta | None = None) -> bool:
-        self._recorder.current.join(self._clock)
-        self._tensors = []
+        self._future.join()
         return True
 
     def get_future(self) -> RecordedFuture:
-        # Who has a future need not wait for the work: torch then holds the tensors until the device
-        # is through.
-        self._hold(self._timeline)
-        return RecordedFuture(self._recorder, self._clock, self._value, self._hold)
+        # Code with a future need not wait for the work, so torch keeps the tensors until the device
+        # has finished.
+        self._future.hold(self._timeline)
+        return self._future
 
     def is_completed(self) -> bool:
         return True
@@ -133,7 +109,7 @@ class RecordedWork(dist.Work):
 
 
 class _Backend:
-    """Of a group, for a GPU's tensors."""
+    """The backend of a group for tensors of a GPU."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -152,15 +128,14 @@ def patched(device: Device) -> Iterator[None]:
     recorder, streams = device.recorder, dict[str, Timeline]()
 
     def recorded(name: str, original: Any) -> Any:
-        written_at, read_at = _METHODS[name]
+        read_at = 0 if name in _IN_PLACE else 1
 
         def call(group: Any, *arguments: Any, **options: Any) -> Any:
-            tensors = _tensors(arguments)
+            tensors = [*tensors_in(arguments)]
             if not tensors or not any(map(device.has, tensors)):
                 return original(group, *arguments, **options)
-            for tensor in tensors:
-                if not device.has(tensor):
-                    recorder.races.append(f"{name} of a tensor on the host, beside others")
+            if not all(map(device.has, tensors)):
+                recorder.races.append(f"{name} of tensors on the host and on the device")
 
             def work() -> None:
                 with device.without_modes():
@@ -178,12 +153,14 @@ def patched(device: Device) -> Iterator[None]:
             recorder.run(timeline, name)
             timeline.join(recorder.current.clock)
             recorder.collectives[name] += 1
-            for places, writes in ((read_at, False), (written_at, True)):
-                for place in places:
-                    for tensor in _tensors(arguments[place]):
-                        device.touch(timeline, tensor, writes, name)
-            hold = partial(_hold, tensors, device)
-            return RecordedWork(recorder, timeline, _tensors(arguments[written_at[0]]), hold)
+            written = [*tensors_in(arguments[0])]
+            for tensor in tensors_in(arguments[read_at]):
+                device.touch(timeline, tensor, False, name)
+            for tensor in written:
+                device.touch(timeline, tensor, True, name)
+            hold = partial(device.guard, tensors)
+            future = RecordedFuture(recorder, dict(timeline.clock), written, hold)
+            return RecordedWork(future, timeline)
 
         return call
 
@@ -209,17 +186,3 @@ def patched(device: Device) -> Iterator[None]:
         stack.enter_context(mock.patch.object(dist.ProcessGroup, "_get_backend", get_backend))
         stack.enter_context(mock.patch.object(dist, "new_group", new_group))
         yield
-
-
-def _hold(tensors: list[Tensor], device: Device, timeline: Timeline) -> None:
-    with torch._C.DisableTorchFunction():
-        for memory in filter(None, map(device.memory_of, tensors)):
-            memory.guards.add(timeline)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for each in value for tensor in _tensors(each)]
-    return []

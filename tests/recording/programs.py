@@ -1,7 +1,7 @@
-"""Small programs for the recorded device, one for each way that gradients go."""
+"""Small programs for the recorded device, one for each path of gradients through the wrapper."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,7 @@ CAP = 0.0006
 
 
 class Net(nn.Module):
-    """Some layers, of which one may be left out."""
+    """Some layers, one of which may be left out."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Net(nn.Module):
         self.table = nn.Embedding(10, 8, sparse=True) if sparse else None
         mix = torch.randn(8, 8, dtype=torch.complex64)
         self.mix = nn.Parameter(mix) if mixes else None
-        # Of as many elements as gradients have that are quantized.
+        # Large enough to be quantized.
         self.wide = nn.Sequential(nn.Linear(8, 160), nn.Linear(160, 8)) if wide else nn.Identity()
         self.last = nn.Linear(8, 4)
 
@@ -57,30 +57,26 @@ class Net(nn.Module):
         return self.last(self.wide(y))
 
 
+def _nothing(net: Any, *inputs: Tensor) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Program:
-    """What is wrapped, and what a step does beside a forward and a backward.
-
-    Attributes:
-        around: context of a forward and a backward.
-        before: called with the wrapper and inputs in each step before its forward.
-        in_place: what is called instead of the wrapper: the net is replicated in place.
-    """
+    """What is wrapped, and what a step does in addition to a forward and a backward."""
 
     options: dict[str, Any] = field(default_factory=dict)  # of the wrapper
-    net: dict[str, Any] = field(default_factory=dict)  # of the module
-    prepare: Callable[[Any], object] = lambda net: None  # called with the wrapper, once
-    around: Callable[[Any], contextlib.AbstractContextManager[Any]] = lambda net: (
-        contextlib.nullcontext()
-    )
+    net: dict[str, Any] = field(default_factory=dict)  # arguments of Net
+    prepare: Callable[[Any], object] = _nothing  # called once, with the wrapper
+    # Called with the wrapper: a context of a forward and a backward.
+    around: Callable[[Any], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    before: Callable[[Any, Tensor], object] = _nothing  # in each step, with the inputs
+    after: Callable[[Any], object] = _nothing  # in each step
     leaves_out: bool = False  # a layer is not used
-    before: Callable[[Any, Tensor], object] = lambda net, x: None
-    after: Callable[[Any], object] = lambda net: None  # likewise, behind its backward
-    keeps: bool = False  # gradients are zeroed where they are
-    in_place: Callable[[Any, Tensor], Tensor] | None = None
+    keeps: bool = False  # gradients are zeroed in place
+    in_place: Callable[[Any, Tensor], Tensor] | None = None  # instead of a call of the wrapper
 
     def step(self, net: Any, x: Tensor) -> None:
-        """One of them."""
         net.zero_grad(set_to_none=not self.keeps)
         self.before(net, x)
         with self.around(net):
@@ -95,7 +91,7 @@ def _without_sync(net: Any, x: Tensor) -> None:
 
 
 def _with_other_weights(net: Any) -> contextlib.AbstractContextManager[Any]:
-    """The scale of the gradients goes to the device anew."""
+    """The scale of the gradients is uploaded in each step."""
     return net.weighted(3 + net.reducer.counters.reductions)
 
 
@@ -108,7 +104,7 @@ def _with_hook(net: Any) -> None:
 
 
 def _frozen(net: Any, x: Tensor) -> None:
-    """A while later the buckets are without them: the first ones, as gradients kept their order."""
+    """Some steps later the layer is no longer in the buckets, which were those of the wrapping."""
     if net.reducer.counters.reductions == 2:
         net.module.third.requires_grad_(False)
 
@@ -173,14 +169,7 @@ PROGRAMS = {
 
 
 class Run:
-    """A program step by step, on the recorded device or on the CPU.
-
-    Args:
-        recorder: of the device; told of each step.
-        place: ``"cuda"`` or ``"cpu"``.
-        module: instead of the program's net.
-        group: of the wrapper.
-    """
+    """A program that runs step by step: ``place`` is ``"cuda"`` (recorded) or ``"cpu"``."""
 
     def __init__(
         self,
@@ -205,23 +194,44 @@ class Run:
         """The inputs, copied on the stream of the first step."""
         return self._x.to(self._place)
 
-    def step(self) -> None:
-        """One more."""
-        self.recorder.step_begins()
-        self.program.step(self.net, self.x)
+    def step(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.recorder.step_begins()
+            self.program.step(self.net, self.x)
 
     def gradients(self) -> list[Tensor]:
-        """Those that there are, on the CPU."""
-        given = [param.grad for param in self.module.parameters() if param.grad is not None]
-        return [grad.detach().to_dense().cpu().clone() for grad in given]
+        """Copies of all gradients on the CPU."""
+        grads = [param.grad for param in self.module.parameters() if param.grad is not None]
+        return [grad.detach().to_dense().cpu().clone() for grad in grads]
+
+
+@contextlib.contextmanager
+def sound() -> Iterator[Recorder]:
+    """Context: as :func:`recording`, and at its end the recorder must have found no race."""
+    with recording() as recorder:
+        yield recorder
+        recorder.has_graph = False
+        torch.cuda.synchronize()
+    assert not recorder.races, recorder.report()
+
+
+@contextlib.contextmanager
+def running(program: Program, steps: int = 0, is_on_side: bool = False) -> Iterator[Run]:
+    """Context: a program after some steps, in :func:`sound`; all of it may be on a side stream."""
+    with sound() as recorder:
+        stream = torch.cuda.Stream() if is_on_side else None
+        with torch.cuda.stream(stream):
+            run = Run(program, recorder)
+            run.step(steps)
+            yield run
 
 
 @dataclass
 class Played:
-    """What was recorded."""
+    """The record of a program."""
 
-    recorder: Recorder  # of all steps; what it counts is of the last one
-    buckets: int  # how many there were
+    recorder: Recorder  # of all steps; its counts are those of the last step
+    buckets: int  # number of buckets
     gradients: list[Tensor]  # after the last step
 
 
@@ -229,7 +239,7 @@ def play(program: Program, steps: int = WARM_UP + 2, elsewhere: bool = False) ->
     """Some steps of ``program`` on the recorded device.
 
     Args:
-        elsewhere: steps are made on another stream than the module is wrapped on.
+        elsewhere: the module is trained on another stream than that of the wrapping.
     """
     with contextlib.ExitStack() as stack:
         recorder = stack.enter_context(recording())
@@ -238,8 +248,7 @@ def play(program: Program, steps: int = WARM_UP + 2, elsewhere: bool = False) ->
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             stack.enter_context(torch.cuda.stream(side))
-        for _ in range(steps):
-            run.step()
+        run.step(steps)
         played = Played(recorder, len(run.net.reducer.buckets), run.gradients())
-        torch.cuda.synchronize()  # the module goes, whatever streams it was used on
+        torch.cuda.synchronize()  # before the module is dropped, on whatever streams it was used
     return played

@@ -1,9 +1,8 @@
-"""What streams, events and the host have promised each other, and who has touched which memory.
+"""The order that streams, events and the host guarantee, and the accesses to memory.
 
-Each stream and the host is a *timeline* with a vector clock: for each other one, how far along that
-one is known to be. Of two accesses to the same memory, of which one writes, the first must be in
-what the timeline of the second knows of it. Otherwise nothing keeps a GPU from making them in the
-other order: a race.
+Each stream, and the host, is a *timeline* with a vector clock: how far each other timeline is known
+to be. Of two accesses to the same memory, at least one of which writes, the clock of the second
+must include the first. Otherwise a GPU may run them in the other order: a race.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import Tensor
 import tritonddp
 
 PACKAGE = str(Path(tritonddp.__file__).parent)
-# Whose frames stand between whoever does something and its record.
+# Their frames are between a caller and the record.
 _PASSED = (
     *(str(Path(module.__file__ or "").parent) for module in (torch, contextlib)),
     *(
@@ -48,28 +47,28 @@ class Timeline:
         self.clock: dict[Timeline, int] = {self: 0}
 
     def step(self) -> int:
-        """Something more has been given to it."""
+        """One more piece of work is queued."""
         self.now += 1
         self.clock[self] = self.now
         return self.now
 
     def join(self, clock: dict[Timeline, int]) -> None:
-        """What comes from now on comes behind all of ``clock``."""
+        """The next work runs after all of ``clock``."""
         for timeline, tick in clock.items():
             if self.clock.get(timeline, 0) < tick:
                 self.clock[timeline] = tick
 
     def knows_all(self, clock: dict[Timeline, int]) -> bool:
-        """Whether what comes now is behind all of ``clock``."""
+        """Whether the next work runs after all of ``clock``."""
         return all(self.clock.get(timeline, 0) >= tick for timeline, tick in clock.items())
 
     def knows(self, access: Access) -> bool:
-        """Whether what comes now is behind ``access``."""
+        """Whether the next work runs after ``access``."""
         return self.clock.get(access.timeline, 0) >= access.tick
 
 
 class Access(NamedTuple):
-    """One read or write of one stretch of memory."""
+    """One read or write of a range of bytes."""
 
     timeline: Timeline
     tick: int
@@ -86,13 +85,13 @@ class Memory:
 
     address: int
     nbytes: int
-    is_pinned: bool  # on the host: kernels and copies reach it all the same
-    home: Timeline  # the stream whose pool it comes from
+    is_pinned: bool  # on the host, where kernels and copies of the device reach it
+    home: Timeline  # the stream that it was allocated on
     accesses: list[Access] = field(default_factory=list)
     guards: set[Timeline] = field(default_factory=set)  # streams of record_stream
     is_captured: bool = False  # a CUDA graph uses it
-    is_of_graph: bool = False  # and it comes from its pool
-    is_packages: bool = False  # the package has asked for it
+    is_of_graph: bool = False  # it is in the memory pool of a CUDA graph
+    is_packages: bool = False  # the package has allocated it
 
 
 class Wait(NamedTuple):
@@ -100,12 +99,12 @@ class Wait(NamedTuple):
 
     what: str
     stack: str
-    age: int  # steps since the device was given what it waits for
-    ahead: int  # so much the default stream has been given that it need not have done by then
+    age: int  # steps since the work was queued
+    ahead: int  # pieces of work that are queued on the default stream after it
 
     @property
     def place(self) -> str:
-        """File and function outside the rooms that all the others wait through."""
+        """File and function outside the files through which all others wait."""
         for frame in self.stack.split(" < "):
             file, _, function = frame.partition(" ")
             if not file.startswith(("_device.py", "coordination/agreement.py")):
@@ -115,26 +114,24 @@ class Wait(NamedTuple):
 
 @functools.cache
 def _place(file: str) -> str | None:
-    """Within the package; empty for what is passed over on the way to a caller; else ``None``."""
+    """The place in the package; empty for files between a caller and the record; else ``None``."""
     if file.startswith(PACKAGE):
         return file.removeprefix(PACKAGE)[1:]
     return "" if file.startswith(_PASSED) or "/unittest/" in file else None
 
 
 def by_package() -> bool:
-    """Whether the package itself does what happens now, and not a module that it calls."""
+    """Whether the package itself runs this, and not a module that it calls."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if place := _place(frame.f_code.co_filename):
+    while frame is not None and (place := _place(frame.f_code.co_filename)) is not None:
+        if place:
             return True
-        if place is None:
-            return False
         frame = frame.f_back
     return False
 
 
 def package_stack() -> str:
-    """Where in the package this is: the innermost frames, the last one first; empty outside."""
+    """The four innermost frames of the package, the last one first; empty outside."""
     frames: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(frames) < 4:
@@ -148,17 +145,16 @@ class Recorder:
     """See the module.
 
     Attributes:
-        races: what no order separates, memory that is given back too early, reads that are not
-            waited for: in words.
-        rounded: operands without dimensions that lost precision, in words.
-        waits: of the host for the device, by the package.
-        launches: of kernels and torch's operations on the device, by name.
+        races: accesses without an order, memory that is freed too early, and other errors of a GPU.
+        rounded: operands without dimensions that lost precision.
+        waits: of the host for the device, in code of the package.
+        launches: kernels and operations of torch on the device, by name, called by the package.
         collectives: by name.
-        pinned_allocations: those that no free block serves: a GPU may be waited for.
-        nbytes, peak: bytes on the device, and the most that there have been.
-        capturing: a CUDA graph is being captured: the host must not ask the device anything.
-        has_graph: one has been, and may be replayed.
-        captured: what a replay of the graph that is captured now will do; ``None`` if it has none.
+        pinned_allocations: those that no free block serves, which may wait for the device.
+        nbytes, peak: bytes on the device, now and at most.
+        capturing: a CUDA graph is being captured, so the host must not query the device.
+        has_graph: a graph was captured, and may be replayed.
+        captured: the work of a replay of the current capture; ``None`` if there is no replay.
     """
 
     def __init__(self) -> None:
@@ -177,22 +173,21 @@ class Recorder:
         self.steps = 0
         self.pinned_allocations = self.nbytes = self.peak = 0
         self._hidden: dict[int, tuple[Tensor, bytes]] = {}  # copies to the host, by addresses
-        # What other streams have done, last, to memory that is back in a stream's pool.
+        # The last accesses of other streams to memory that is back in the pool of a stream.
         self._left_behind: dict[Timeline, list[Access]] = {}
-        # Of the caching host allocator, for each size: how far what uses a free block has come.
+        # Of the caching host allocator, by size: the clock after which a free block is unused.
         self._free_pinned: dict[int, list[dict[Timeline, int]]] = {}
 
     # Timelines
 
     def new_stream(self, name: str) -> Timeline:
-        """A stream that nothing has been given to."""
         stream = Timeline(f"{name} {len(self.streams)}")
         self.streams.append(stream)
         return stream
 
     @contextlib.contextmanager
     def graph(self) -> Iterator[None]:
-        """Context: as ``torch.cuda.graph``, but what is captured runs at once."""
+        """Context: as ``torch.cuda.graph``, but captured work runs at once."""
         for each in self.streams:
             self.host.join(each.clock)
         self._reveal()
@@ -206,12 +201,12 @@ class Recorder:
             self.current = former
 
     def replayable(self, work: Callable[[], object]) -> None:
-        """The device has been given ``work``, which replays repeat if a graph is captured."""
+        """``work`` is queued: replays repeat it if a graph is captured."""
         if self.captured is not None:
             self.captured.append(work)
 
     def host_waits(self, clock: dict[Timeline, int], what: str, age: int = 0) -> None:
-        """The host stops until the device has come to ``clock``."""
+        """The host waits until the device has reached ``clock``."""
         if by_package():
             stack = package_stack()
             ahead = self.default.now - clock.get(self.default, 0)
@@ -222,19 +217,19 @@ class Recorder:
         self._reveal()
 
     def _reveal(self) -> None:
-        """What :meth:`hide` has hidden is there."""
+        """Write what :meth:`hide` has hidden."""
         for target, content in self._hidden.values():
             memmove(target.data_ptr(), content, len(content))
         self._hidden.clear()
 
     def hide(self, target: Tensor) -> None:
-        """The host sees NaN in this copy of the device's memory until it waits for something."""
+        """The host reads NaN in this copy of device memory until it waits for something."""
         address, nbytes = target.data_ptr(), target.nbytes
         self._hidden[address] = target, string_at(address, nbytes)
         memset(address, 0xFF, nbytes)
 
     def step_begins(self) -> None:
-        """A step of the program begins: what is counted begins anew."""
+        """Reset the counts: a step of the program begins."""
         self.steps += 1
         self.waits.clear()
         self.launches.clear()
@@ -244,7 +239,7 @@ class Recorder:
     # Memory
 
     def allocated(self, key: int, address: int, nbytes: int, is_pinned: bool = False) -> Memory:
-        """There is new memory, which ``key`` stands for."""
+        """New memory, known by ``key``."""
         memory = Memory(address, nbytes, is_pinned, self.current, is_of_graph=self.capturing)
         if is_pinned:
             free = self._free_pinned.setdefault(_rounded(nbytes), [])
@@ -257,7 +252,7 @@ class Recorder:
             self.nbytes += nbytes
             self.peak = max(self.peak, self.nbytes)
             memory.is_packages = by_package()
-            memory.accesses = [  # it may be that memory: whatever was given back first is used
+            memory.accesses = [  # any freed memory of the pool may be reused here
                 each._replace(first=0, end=nbytes)
                 for each in self._left_behind.pop(self.current, ())
                 if not self.current.knows(each)
@@ -266,7 +261,7 @@ class Recorder:
         return memory
 
     def freed(self, key: int, memory: Memory) -> None:
-        """Nobody holds it any more: the stream that it comes from may use it for something else."""
+        """The memory is back in the pool of its stream, which may reuse it."""
         if self.live.get(key) is memory:
             del self.live[key]
         if memory.is_pinned:  # the caching host allocator waits for the copies that use it
@@ -275,30 +270,28 @@ class Recorder:
                 clock[access.timeline] = max(access.tick, clock.get(access.timeline, 0))
             self._free_pinned[_rounded(memory.nbytes)].append(clock)
             if memory.is_captured and self.has_graph:
-                self.races.append("pinned memory is given back that a CUDA graph copies")
+                self.races.append("pinned memory is freed that a CUDA graph copies")
             return
         self.nbytes -= memory.nbytes
         if memory.is_captured and not memory.is_of_graph and self.has_graph:
-            self.races.append(f"{memory.nbytes} bytes are given back that a CUDA graph uses")
-        # Its pool waits for the streams of record_stream, as far as they have come by now; and what
-        # the host has waited for is over.
+            self.races.append(f"{memory.nbytes} bytes are freed that a CUDA graph uses")
+        # The pool waits for the present work of the streams of record_stream. What the host has
+        # waited for is complete.
         known_by = [memory.home, *memory.guards, self.host]
         for access in memory.accesses:
             if access.timeline in known_by:
                 continue
             if not any(timeline.knows(access) for timeline in known_by):
-                if not memory.is_packages:  # the program may wait before its stream goes on
+                if not memory.is_packages:  # the program may wait before its stream continues
                     self._left_behind.setdefault(memory.home, []).append(access)
                     continue
                 self.races.append(
-                    f"memory of {memory.nbytes} bytes from {memory.home.name} is given back, and "
-                    f"{_told(access)} may still be under way: record_stream, or let the stream "
-                    "wait"
+                    f"memory of {memory.nbytes} bytes from {memory.home.name} is freed before "
+                    f"{_text_of(access)}: call record_stream, or let the stream wait"
                 )
                 return
 
     def at(self, address: int) -> Memory | None:
-        """The memory that this address is in."""
         for memory in self.live.values():
             if memory.address <= address < memory.address + max(1, memory.nbytes):
                 return memory
@@ -319,8 +312,8 @@ class Recorder:
                 continue
             is_behind = access.timeline is timeline or timeline.knows(access)
             if (writes or access.writes) and not is_behind:
-                self.races.append(f"{_told(mine)}, not ordered behind {_told(access)}")
-            # What this one is behind of, and covers, orders nothing any more.
+                self.races.append(f"{_text_of(mine)}, not ordered after {_text_of(access)}")
+            # An access that this one follows and covers is not needed for later comparisons.
             is_covered = first <= access.first and access.end <= end
             if not (is_behind and is_covered and (writes or not access.writes)):
                 kept.append(access)
@@ -328,7 +321,7 @@ class Recorder:
         memory.accesses = kept
 
     def run(self, timeline: Timeline, what: str) -> None:
-        """The host gives ``timeline`` something to do: it is behind all that the host knows."""
+        """The host queues work on ``timeline``, after all that the host knows."""
         self.host.step()
         timeline.join(self.host.clock)
         timeline.step()
@@ -336,7 +329,6 @@ class Recorder:
             self.launches[what] += 1
 
     def report(self) -> str:
-        """All races, one a paragraph."""
         return "\n".join(dict.fromkeys(self.races))
 
 
@@ -345,7 +337,7 @@ def _rounded(nbytes: int) -> int:
     return 1 << max(0, nbytes - 1).bit_length()
 
 
-def _told(access: Access) -> str:
+def _text_of(access: Access) -> str:
     verb = "writes" if access.writes else "reads"
     text = f"{access.what} on {access.timeline.name} {verb} bytes {access.first} to {access.end}"
     return f"{text} ({access.stack})" if access.stack else text
@@ -360,7 +352,7 @@ def extent(offset: int, shape: Sequence[int], strides: Sequence[int], size: int)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Those that an operation is given, or returns: much quicker than ``tree_leaves``."""
+    """The tensors in arguments or results; much faster than ``tree_leaves``."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):

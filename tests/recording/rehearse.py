@@ -1,12 +1,11 @@
-"""Run a script as on a GPU, on the recorded device: python tests/recording/rehearse.py SCRIPT ARGS
+"""Run a script on the recorded device: python tests/recording/rehearse.py SCRIPT ARGS
 
-Or a module, by ``-m MODULE ARGS``.
+Or a module: ``-m MODULE ARGS``.
 
-A benchmark of ``make gpu``, made small: names stay, of models, of lists of parameters, of buckets,
-so that command lines are those of a GPU; what they stand for is small, and there are few rounds.
-Times and shares mean nothing: what counts is that the lines run. A benchmark names the device of
-each tensor: what it makes without is the host's, and where tensors of both meet in one operation
-it fails, as on a GPU.
+For benchmarks of ``make gpu``. Models, lists of parameters and buckets keep their names, so
+command lines are those of a GPU, but they are small, and there are few rounds. Times and shares
+have no meaning: only the code is tested. A benchmark names the device of each tensor: a tensor
+without one is on the host, and an operation with tensors of both fails, as on a GPU.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-sys.path.pop(0)  # this folder, whose names are also those of others' modules
+sys.path.pop(0)  # this folder, whose modules have names of other modules
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2]))
 
@@ -42,7 +41,7 @@ SHAPES = ((8, 5), (3,), (16, 16), (2100,))  # the last one makes two chunks
 
 
 class _InStock:
-    """True where stock DDP's C++ makes its buckets: it takes the tensors for the CPU's."""
+    """True where the C++ of stock DDP makes its buckets, for which tensors are on the CPU."""
 
     def __bool__(self) -> bool:
         frame: FrameType | None = sys._getframe(1)
@@ -57,7 +56,7 @@ class _InStock:
 
 
 class _Races(list[str]):
-    """What a GPU would not do fails at once, where it is; order is looked at elsewhere."""
+    """An operation that would fail on a GPU raises at once. Other tests check the order."""
 
     def append(self, race: str) -> None:
         if "on the host" in race:
@@ -66,9 +65,9 @@ class _Races(list[str]):
 
 @contextlib.contextmanager
 def patched(recorder: Recorder) -> Iterator[None]:
-    """Context within :func:`~recording.device.recording`: what benchmarks ask of torch is there.
+    """Context inside :func:`~recording.device.recording`: what benchmarks need of torch exists.
 
-    Triton's interpreter takes the tensors of the device for those of the host that they are.
+    Triton's interpreter treats the tensors of the device as tensors of the host.
     """
     own_init, own_barrier = dist.init_process_group, dist.barrier
     own_interpret = interpreter.GridExecutor.__call__
@@ -85,7 +84,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
             return own_interpret(executor, *args, **kwargs)
 
     class Profile:
-        """See ``torch.profiler.profile``: what is given to the device, and nothing else."""
+        """See ``torch.profiler.profile``: it has only the launches of the device."""
 
         def __init__(self, **_: Any) -> None:
             self._launches = 0
@@ -118,7 +117,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
         (dist, "init_process_group", init_process_group),
         (interpreter.GridExecutor, "__call__", interpret),
         (recorder, "races", _Races()),
-        (recorder, "touch", lambda *access: None),  # which takes most of the time
+        (recorder, "touch", lambda *access: None),  # it would take most of the time
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, fake in fakes:
@@ -127,7 +126,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
 
 
 def make_small() -> None:
-    """Before a benchmark is run in this process, on the device: its modules ask which one."""
+    """Shrink the benchmarks, before one runs. Their modules ask for the device when imported."""
     from benchmarks.base import deadline
     from benchmarks.host import subjects
     from benchmarks.kernels import shapes
@@ -135,7 +134,7 @@ def make_small() -> None:
     from benchmarks.step import plan
 
     shapes.whole = lambda name: SHAPES
-    shapes.LISTS = ("many_small",)  # as all are alike here
+    shapes.LISTS = ("many_small",)  # since all are equal here
     shapes.BUCKETS["25MiB"] = lambda given, dtype: given[:2]
     for name, case in list(cases.CASES.items()):
         cases.CASES[name] = cases.Case(name, _model, _batch, (2, 4), case.unused)

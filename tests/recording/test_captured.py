@@ -1,38 +1,30 @@
-"""CUDA graphs: what is captured needs nothing of the host; what no replay could do is refused.
+"""Capture of a step in a CUDA graph: it asks nothing of the host, or is refused with the reason.
 
-As far as a machine without a GPU can tell: what the host does while a graph is captured, and which
-memory the graph goes on to use. Replays are those of ``tests/gpu``.
+Without a GPU this shows what the host does during a capture, and which memory the graph uses later.
+Replays are tested in ``tests/gpu``.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import gather, ranks
+from distributed import assert_same_on_all_ranks, ranks
 from torch import Tensor, nn
 from training import breaking_off
 
 from recording.device import recording
-from recording.programs import PROGRAMS, Program, Run
+from recording.programs import PROGRAMS, WARM_UP, Program, Run, running
 from tritonddp.coordination.agreement import Agreement, SchemaMismatch
 from tritonddp.reducer import capture
 
 
-@contextlib.contextmanager
-def running(program: Program) -> Iterator[Run]:
-    """Context, on a side stream: a program whose order is right, whatever is captured of it."""
-    with recording() as recorder:
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            run = Run(program, recorder)
-            yield run
-        recorder.has_graph = False
-        torch.cuda.synchronize()
-        assert not recorder.races, recorder.report()
+def prepared(program: Program, steps: int = 1) -> contextlib.AbstractContextManager[Run]:
+    return running(program, steps, is_on_side=True)
 
 
 def capture_a_step(run: Run) -> None:
@@ -40,11 +32,12 @@ def capture_a_step(run: Run) -> None:
         run.step()
 
 
-def refuse_a_step(run: Run, said: str) -> None:
-    """A capture is refused in these words, and training goes on."""
-    with pytest.raises(RuntimeError, match=said):
+def refuse_a_step(run: Run, message: str) -> None:
+    """A capture raises this error, and training continues."""
+    with pytest.raises(RuntimeError, match=message):
         capture_a_step(run)
     run.step()
+    assert_same_on_all_ranks(run.gradients())
 
 
 CAPTURED = [
@@ -58,42 +51,35 @@ CAPTURED = [
 @pytest.mark.parametrize("name", CAPTURED)
 @ranks(2, interprets=True)
 def test_after_one_step_a_step_is_captured(name: str) -> None:
-    with running(PROGRAMS[name]) as run:
-        run.step()
+    with prepared(PROGRAMS[name]) as run:
         capture_a_step(run)
-        captured = run.recorder.launches, run.recorder.collectives
-        assert captured[0]["flatten"] + captured[0]["quantize"] == len(run.net.reducer.buckets)
-        # The tables of the graph go up with it.
-        assert captured[0]["copy to the device"] >= len(run.net.reducer.buckets)
-        assert captured[0]["copy to the host"] == 0
+        buckets = len(run.net.reducer.buckets)
+        launches, collectives = run.recorder.launches, run.recorder.collectives
+        assert launches["flatten"] + launches["quantize"] == buckets
+        assert launches["copy to the device"] >= buckets  # the tables of the graph
+        assert launches["copy to the host"] == 0
         assert not run.recorder.waits
         expected = run.gradients()
         run.step()
-        assert run.recorder.collectives == captured[1]
-        # What a replay has left on the device is not what an eager step reads.
-        assert run.recorder.launches["copy to the device"] >= len(run.net.reducer.buckets)
+        assert run.recorder.collectives == collectives
+        # An eager step does not read what a replay has left on the device.
+        assert run.recorder.launches["copy to the device"] >= buckets
         if run.program.options.get("compression") is None:
             torch.testing.assert_close(run.gradients(), expected, rtol=0, atol=0)
 
 
 @ranks(2, interprets=True)
 def test_buckets_outlive_a_graph_that_reduces_them() -> None:
-    with running(PROGRAMS["copies"]) as run:
-        run.step()
+    with prepared(PROGRAMS["copies"]) as run:
         capture_a_step(run)
         run.module.third.requires_grad_(False)
-        for _ in range(12):  # buckets are made anew
-            run.step()
+        run.step(12)  # new buckets replace them
         kept = run.net._ddp_state.core.manager._captured
         assert len(kept) == 4  # two buckets, and what unflattens each group of them
         assert set(kept).isdisjoint(run.net.reducer.buckets)
 
 
-def _add(net: Any, x: Tensor) -> None:
-    net.module.third = nn.Linear(8, 8).to("cuda")
-
-
-def _given(net: Any, x: Tensor) -> None:
+def _reduce_given(net: Any, x: Tensor) -> None:
     params = list(net.module.parameters())
     net.reduce_gradients(torch.autograd.grad(net(x).sum(), params))
 
@@ -105,42 +91,69 @@ REFUSED: dict[str, tuple[Program, str]] = {
     "check_finite": (PROGRAMS["check_finite"], "check_finite"),
     "sparse": (PROGRAMS["sparse"], "sparse gradients"),
     "reduce_gradients": (PROGRAMS["reduce_gradients"], "under no_sync"),
-    "reduce_gradients of what is given": (Program(before=_given), "not reduced on request in a"),
+    "given gradients": (Program(before=_reduce_given), "not reduced on request in a"),
     "join": (Program(around=lambda net: net.join()), r"inside join\(\)"),
 }
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
 @ranks(2, interprets=True)
-def test_what_no_replay_could_do_is_refused_and_training_goes_on(name: str) -> None:
-    program, said = REFUSED[name]
-    with running(program) as run:
-        run.step()
-        refuse_a_step(run, rf"step \d, while a CUDA graph is .*{said}")
-        sums = gather([float(gradient.sum()) for gradient in run.gradients()])
-        assert sums[0] == sums[1]
+def test_a_step_that_no_replay_can_repeat_is_refused(name: str) -> None:
+    program, message = REFUSED[name]
+    with prepared(program) as run:
+        refuse_a_step(run, rf"step \d, while a CUDA graph is .*{message}")
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (None, "run one step, forward and backward"),
-        (_add, "were added or unfrozen, .* run one step without a graph before"),
-    ],
-    ids=["at first", "after a change"],
-)
+@pytest.mark.parametrize("name", ["copies", "views", "copies, zeroed in place"])
 @ranks(2, interprets=True)
-def test_a_first_step_is_wanted(change: Callable[..., Any] | None, said: str) -> None:
-    with running(PROGRAMS["copies"]) as run:
-        if change is not None:
-            run.step()
-            change(run.net, run.x)
-        refuse_a_step(run, said)
+def test_a_captured_step_that_leaves_a_parameter_out_for_the_first_time_is_refused(
+    name: str,
+) -> None:
+    with prepared(PROGRAMS[name], WARM_UP + 1) as run:
+        run.program = replace(run.program, leaves_out=True)
+        with pytest.raises(RuntimeError, match="does not reach 'third"):
+            capture_a_step(run)
+
+
+def _replace_a_layer(run: Run) -> None:
+    run.step()
+    run.module.third = nn.Linear(8, 8).to("cuda")
+
+
+def _fail_on_both_ranks(run: Run) -> None:
+    run.step()
+    with breaking_off(run.module.first.weight):
+        run.step()
+
+
+UNPREPARED: dict[str, tuple[Callable[[Run], None], str]] = {
+    "first step": (lambda run: None, "run one step, forward and backward"),
+    "new layer": (_replace_a_layer, "were added or unfrozen, .* run one step without a graph"),
+    "failed backward": (_fail_on_both_ranks, "did not come to its end"),
+}
+
+
+@pytest.mark.parametrize("name", list(UNPREPARED))
+@ranks(2, interprets=True)
+def test_a_capture_needs_a_sound_step_before_it(name: str) -> None:
+    change, message = UNPREPARED[name]
+    with prepared(PROGRAMS["copies"], 0) as run:
+        change(run)
+        refuse_a_step(run, message)
         capture_a_step(run)
 
 
+@ranks(2, interprets=True)
+def test_a_capture_checks_the_headers_of_the_step_before_it() -> None:
+    with prepared(PROGRAMS["copies"]) as run:
+        with run.net.weighted(2) if dist.get_rank() else contextlib.nullcontext():
+            run.step()
+        with pytest.raises(RuntimeError, match="the mean is weighted on some ranks only"):
+            capture_a_step(run)
+
+
 class Reordered(nn.Module):
-    """Gradients come in the order of registration: buckets are made anew after the first step."""
+    """Gradients arrive in the order of registration, so the first step changes the buckets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,10 +166,10 @@ class Reordered(nn.Module):
 @pytest.mark.parametrize("moves", [False, True], ids=["", "moved"])
 @pytest.mark.parametrize("module", [None, Reordered], ids=["", "reordered"])
 @ranks(2, interprets=True)
-def test_a_module_that_is_wrapped_on_the_default_stream_is_refused(
+def test_a_module_wrapped_on_the_default_stream_is_refused(
     moves: bool, module: type[nn.Module] | None
 ) -> None:
-    """Unless torch is told to move its nodes, which it can from 2.13 on."""
+    """Unless torch moves the nodes to the capturing stream, as it can since 2.13."""
     with (
         recording() as recorder,
         mock.patch.object(capture, "moves_nodes_into_captures", return_value=moves),
@@ -165,30 +178,17 @@ def test_a_module_that_is_wrapped_on_the_default_stream_is_refused(
         tracker = run.net._ddp_state.core.tracker
         run.step()
         assert (run.net._ddp_state.core.tracker is tracker) == (module is None)
-        said = "wrap it on a side stream"
-        refused = contextlib.nullcontext() if moves else pytest.raises(RuntimeError, match=said)
-        with refused, recorder.graph():
-            run.step()
+        refused = pytest.raises(RuntimeError, match="wrap it on a side stream")
+        with contextlib.nullcontext() if moves else refused:
+            capture_a_step(run)
         recorder.has_graph = False
         run.step()
         torch.cuda.synchronize()
 
 
 @ranks(2, interprets=True)
-def test_what_the_ranks_have_said_is_looked_at_before() -> None:
-    with running(PROGRAMS["copies"]) as run:
-        run.step()
-        weighted = run.net.weighted(2) if dist.get_rank() else contextlib.nullcontext()
-        with weighted:
-            run.step()
-        with pytest.raises(RuntimeError, match="the mean is weighted on some ranks only"):
-            capture_a_step(run)
-
-
-@ranks(2, interprets=True)
-def test_a_replay_right_behind_a_step_is_in_order_with_it() -> None:
-    with running(PROGRAMS["copies"]) as run:
-        run.step()
+def test_a_replay_right_after_a_step_is_ordered_after_it() -> None:
+    with prepared(PROGRAMS["copies"]) as run:
         capture_a_step(run)
         run.step()
         for bucket in run.net._ddp_state.core.manager.current.buckets:
@@ -197,7 +197,7 @@ def test_a_replay_right_behind_a_step_is_in_order_with_it() -> None:
 
 @ranks(2, interprets=True)
 def test_a_backward_that_fails_in_a_capture_has_sent_nothing() -> None:
-    # (Not in running(): what this graph holds never runs on a card, where the recorder ran it.)
+    # Not in running(): the recorder has run what this graph contains, which a GPU never does.
     with recording() as recorder, torch.cuda.stream(torch.cuda.Stream()):
         run = Run(PROGRAMS["copies"], recorder)
         run.step()
@@ -205,27 +205,15 @@ def test_a_backward_that_fails_in_a_capture_has_sent_nothing() -> None:
             capture_a_step(run)
         run.step()
         assert recorder.collectives.total() == len(run.net.reducer.buckets)
-        sums = gather([float(gradient.sum()) for gradient in run.gradients()])
-        assert sums[0] == sums[1]
+        assert_same_on_all_ranks(run.gradients())
 
 
 @ranks(2, interprets=True)
-def test_a_backward_that_broke_off_is_made_up_for_before() -> None:
-    with running(PROGRAMS["copies"]) as run:
-        run.step()
-        with breaking_off(run.module.first.weight):
-            run.step()
-        refuse_a_step(run, "did not come to its end")
-
-
-@ranks(2, interprets=True)
-def test_ranks_that_reduce_other_parameters_are_told_without_a_collective() -> None:
-    with running(PROGRAMS["copies"]) as run:
-        run.step()
-        run.step()  # the first one looks at its headers itself
-        run.net._ddp_state.core.agreement.expected = b""  # what has come is something else
+def test_ranks_that_reduce_different_parameters_raise_without_a_collective() -> None:
+    with prepared(PROGRAMS["copies"], 2) as run:  # the first step checks its own headers
+        run.net._ddp_state.core.agreement.expected = b""  # the headers are not the expected ones
         with mock.patch.object(Agreement, "_look", side_effect=SchemaMismatch):
-            said = "the ranks reduce different parameters. Run one step without a graph"
-            with pytest.raises(RuntimeError, match=said):
+            message = "the ranks reduce different parameters. Run one step without a graph"
+            with pytest.raises(RuntimeError, match=message):
                 capture_a_step(run)
         run.step()

@@ -1,4 +1,4 @@
-"""The kernels as the recorded device plays them have the bits of their twins too."""
+"""The kernels have the bits of their twins on the recorded device too."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from against_twins import Place
 
 from recording.device import recording
 
-# The interpreter is numpy, which warns of the infinities and NaNs that are the point here.
+# The interpreter uses numpy, which warns about infinities and NaNs.
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.sampled(6, 1)]
 
 
@@ -17,5 +17,5 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     # What Triton itself imports late, at the first launch, is interpreted too.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with recording() as recorder:
-        yield Place.of("cuda")
+        yield Place("cuda")
     assert not recorder.races, recorder.report()

@@ -1,76 +1,62 @@
-"""On a GPU all ranks find at the same place that they do not reduce the same: none hangs."""
+"""On a GPU the host reads headers later: all ranks raise at the same place, and none hangs."""
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from distributed import ranks
+from distributed import gather, ranks
+from torch import nn
 
 from recording.device import recording
-from recording.programs import WARM_UP, Net
-from tritonddp import DistributedDataParallel, replicate
+from recording.programs import PROGRAMS, WARM_UP, Program, Run, running
+from recording.recorder import Recorder
 
 
-def warmed_up(net: Any, x: torch.Tensor) -> Callable[[], None]:
-    """A function that makes a step, after some."""
-
-    def step() -> None:
-        net.zero_grad()
-        net(x).sum().backward()
-
-    for _ in range(WARM_UP):
-        step()
-    return step
+@contextlib.contextmanager
+def warmed_up(program: Program) -> Any:
+    """Context: a program that is about to fail, so its order does not matter."""
+    with recording():
+        run = Run(program, Recorder())
+        run.step(WARM_UP)
+        yield run
+        torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "message"),
     [("weighted", "the mean is weighted on some ranks only"), ("frozen", "third.weight")],
 )
 @ranks(2, interprets=True)
-def test_a_step_that_one_rank_makes_otherwise(what: str, said: str) -> None:
-    """Its header alone is new. The buffers' broadcast in the next forward needs both ranks."""
-    with recording():
-        torch.manual_seed(0)
-        net = DistributedDataParallel(Net(batch_norm=True).to("cuda"), bucket_cap_mb=6e-4)
-        x = torch.randn(5, 6).to("cuda")
-        step = warmed_up(net, x)
-        is_other = dist.get_rank() == 0
-        if is_other and what == "frozen":
-            net.module.third.requires_grad_(False)
-        with contextlib.ExitStack() as stack:
-            if is_other and what == "weighted":
-                stack.enter_context(net.weighted(2))
-            step()
-        output = net(x)
-        with pytest.raises(RuntimeError, match=said):
+def test_a_step_that_one_rank_makes_differently_is_an_error_in_the_next(
+    rank: int, what: str, message: str
+) -> None:
+    """Only its header differs. The broadcast of the buffers in the next forward needs all ranks."""
+    with warmed_up(PROGRAMS["buffers"]) as run:
+        if rank == 0 and what == "frozen":
+            run.module.third.requires_grad_(False)
+        is_weighted = rank == 0 and what == "weighted"
+        with run.net.weighted(2) if is_weighted else contextlib.nullcontext():
+            run.step()
+        output = run.net(run.x)
+        with pytest.raises(RuntimeError, match=message):
             output.sum().backward()
-        torch.cuda.synchronize()
 
 
 @ranks(2, interprets=True)
-def test_a_probe_of_one_rank_is_an_error_on_both_in_the_next_backward() -> None:
+def test_an_extra_backward_of_one_rank_is_an_error_on_both_in_the_next_backward(rank: int) -> None:
     """Of a module that is replicated in place."""
-    with recording():
-        torch.manual_seed(0)
-        net = replicate(Net().to("cuda"), bucket_cap_mb=6e-4)
-        x = torch.randn(5, 6).to("cuda")
-        step = warmed_up(net, x)
-        if dist.get_rank() == 0:
-            net(x[:2]).max(1).values.sum().backward()
+    with warmed_up(PROGRAMS["in place"]) as run:
+        if rank == 0:
+            run.module(run.x[:2]).max(1).values.sum().backward()
         else:
-            step()
-        output = net(x)
+            run.step()
         with pytest.raises(RuntimeError, match=r"option 'backward\(\)': rank 0 has 'called in"):
-            output.sum().backward()
-        torch.cuda.synchronize()
+            run.step()
 
 
 @pytest.mark.parametrize(
-    ("freezes", "said"),
+    ("freezes", "message"),
     [
         (False, "the ranks are at different places of their programs: rank 0: reduce_gradients"),
         (True, r"option 'reduction': rank 0 has 'on request"),
@@ -79,28 +65,56 @@ def test_a_probe_of_one_rank_is_an_error_on_both_in_the_next_backward() -> None:
 )
 @ranks(2, interprets=True)
 def test_a_request_of_one_rank_and_a_backward_of_the_other(
-    rank: int, freezes: bool, said: str
+    rank: int, freezes: bool, message: str
 ) -> None:
-    """Both find it at the end of their next reduction, again a request and a backward."""
-    with recording():
-        torch.manual_seed(0)
-        net = DistributedDataParallel(Net().to("cuda"))
-        x = torch.randn(5, 6).to("cuda")
-        step = warmed_up(net, x)
+    """Both ranks find it at the end of their next reduction, again a request and a backward."""
+    with warmed_up(PROGRAMS["copies"]) as run:
 
         def reduce_here_or_there() -> None:
-            if rank:
-                return step()
-            with net.no_sync():
-                step()
-            net.reduce_gradients()
+            with contextlib.nullcontext() if rank else run.net.no_sync():
+                run.step()
+            if rank == 0:
+                run.net.reduce_gradients()
 
         if freezes and rank:
-            net.module.third.requires_grad_(False)
+            run.module.third.requires_grad_(False)
         reduce_here_or_there()
-        with pytest.raises(RuntimeError, match=rf"(?s)rank {rank}, step.*{said}"):
+        with pytest.raises(RuntimeError, match=rf"(?s)rank {rank}, step.*{message}"):
             reduce_here_or_there()
         torch.cuda.synchronize()
-        net.module.third.requires_grad_(True)
-        step()
-        net.check_sync()
+        run.module.third.requires_grad_(True)
+        run.step()
+        run.net.check_sync()
+
+
+@ranks(2, interprets=True)
+def test_a_parameter_that_one_rank_adds_is_an_error_at_the_end_of_the_next_backward(
+    rank: int,
+) -> None:
+    with warmed_up(PROGRAMS["copies"]) as run:
+        core = run.net._ddp_state.core
+        if rank == 0:
+            more = nn.Parameter(torch.ones(2).to("cuda"))
+            run.module.third.register_parameter("more", more)
+            run.module.third.register_forward_hook(lambda layer, _, y: y * layer.more.sum())
+        else:
+            run.step()  # its first bucket meets the question of rank 0
+        step = core.counters.reductions + (rank == 0)
+        with pytest.raises(RuntimeError, match=rf"(?s)rank {rank}, step {step}.*third\.more"):
+            run.step()
+
+
+@ranks(2, interprets=True)
+def test_ranks_divide_weights_by_the_same_unit_whichever_rank_reads_headers_early(
+    rank: int,
+) -> None:
+    units = []
+    with running(PROGRAMS["copies"]) as run:
+        for number in range(6):
+            with run.net.weighted(4.0 ** (number + rank)):
+                run.step()
+            if rank == number % 2:
+                run.net._ddp_state.core.flush()
+            units.append(run.net._ddp_state.core.reducer.weights.unit)
+    assert gather(units) == [units] * 2
+    assert len(set(units)) > 3

@@ -1,4 +1,4 @@
-"""Programs of the differential test on the recorded device: a GPU could not do otherwise."""
+"""Programs of the differential test on the recorded device: their order is guaranteed on a GPU."""
 
 import pytest
 from differential.in_ranks import play_recorded

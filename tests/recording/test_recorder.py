@@ -1,4 +1,4 @@
-"""The recorder finds what a GPU might do in another order, and nothing else."""
+"""The recorded device: its context, the streams of nodes, and the precision of operands."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ def on_device(*shape: int) -> Any:
     return torch.ones(*shape, device="cuda")
 
 
-def test_the_device_goes_with_the_context() -> None:
+def test_the_device_is_gone_after_the_context() -> None:
     current_stream, backward = torch.cuda.current_stream, torch.autograd._engine_run_backward
     with recording():
         x = on_device(2)

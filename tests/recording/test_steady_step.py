@@ -1,47 +1,39 @@
-"""What a step of each kind launches, sends and waits for on a GPU, once it is settled.
+"""What a steady step launches, sends, calls and waits for on a GPU.
 
 Counted on the recorded device. The numbers may only be lowered.
 """
 
-from dataclasses import dataclass, replace
-from unittest import mock
+from dataclasses import dataclass
 
 import pytest
 import torch
+from device_step import step_calls
 from distributed import ranks
 from torch import nn
 
-from benchmarks.models.architectures import ARCHITECTURES
-from recording.device import recording
-from recording.programs import PROGRAMS, play
+from recording.programs import PROGRAMS, play, sound
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.assignment import BucketCaps
 
 
 @dataclass(frozen=True)
 class Step:
-    """Of a program with ``buckets`` buckets.
-
-    Attributes:
-        kernels: launches of the package's kernels, without those of ``moves``: one a bucket, and
-            one each for the way back of the last bucket and of all the others.
-        moves: launches that say where gradients lie now, at most: none where they lie where they
-            lay.
-        before: likewise in the step before. (At the end of its backward it waits for the headers of
-            the last one, if they are not there.)
-    """
+    """The counts of one step."""
 
     buckets: int
+    # Launches that pack each bucket, unpack the last one, and unpack all others.
     kernels: int
     collectives: int  # of all kinds
-    operations: int = 0  # of torch, on the device, that the package calls, at most
-    moves: int = 0
-    uploads: int = 0  # copies to the device, at most
+    operations: int = 0  # at most, of torch on the device, called by the package
+    moves: int = 0  # at most: launches that write addresses of gradients that have moved
+    uploads: int = 0  # at most: copies to the device
     readbacks: int = 1  # copies to the host
-    waits: tuple[str, ...] = ()  # of the host for what the device was given in this step: where
+    waits: tuple[str, ...] = ()  # where the host waits for work of this step
+    # Where it waits for work of the step before: for its headers, at the end of the backward.
     before: tuple[str, ...] = ("comm/reduction.py finish",)
 
 
+_KERNELS = ("flatten", "unflatten", "quantize", "reduce_parts", "dequantize")
 _FLAGS = ("comm/reduction.py _read_flags",)
 STEADY = {
     "copies": Step(2, 4, 2, moves=2),
@@ -84,65 +76,48 @@ def test_a_steady_step_waits_for_the_last_headers_only_and_has_no_race(name: str
     recorder = (played := play(PROGRAMS[name])).recorder
     assert not recorder.races, recorder.report()
     launches = recorder.launches
-    kernels = {each: n for each, n in launches.items() if each in _KERNELS}
     operations = {each: n for each, n in launches.items() if each.startswith("aten::")}
     assert played.buckets == expected.buckets
-    assert sum(kernels.values()) == expected.kernels, kernels
+    assert sum(launches[each] for each in _KERNELS) == expected.kernels, launches
     assert recorder.collectives.total() == expected.collectives, recorder.collectives
     assert sum(operations.values()) <= expected.operations, operations
     assert launches["addresses"] <= expected.moves
     assert launches["copy to the device"] <= expected.uploads
     assert launches["copy to the host"] == expected.readbacks
-    # By cudaHostAlloc, which may wait for the device.
+    # cudaHostAlloc may wait for the device.
     assert not recorder.pinned_allocations, "pinned memory that no free block serves"
-    waits = tuple(each.place for each in recorder.waits if not each.age)
+    before = [wait for wait in recorder.waits if wait.age]
+    assert tuple(wait.place for wait in before) == expected.before, before
+    waits = tuple(wait.place for wait in recorder.waits if not wait.age)
     assert waits == expected.waits, recorder.waits
-    before = [each for each in recorder.waits if each.age]
-    assert tuple(each.place for each in before) == expected.before, before
-    assert all(each.ahead for each in before), "the device is kept waiting for the host"
+    assert all(wait.ahead for wait in before), "the device is kept waiting for the host"
 
 
-_KERNELS = ("flatten", "unflatten", "quantize", "reduce_parts", "dequantize")
-
-
-class Scaled(nn.Module):
-    """The parameters of a model with one of 4,096 elements each; the first one is used last."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        with torch.device("meta"):
-            model = ARCHITECTURES[name]()
-        sizes = [-(-param.numel() // 4096) for param in model.parameters()]
-        self.vectors = nn.ParameterList(nn.Parameter(torch.ones(size)) for size in sizes)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for vector in self.vectors:
-            x = x * vector.mean()
-        return x
-
-
-@pytest.mark.parametrize(
-    ("name", "count"), [("gpt2_small", 14), ("resnet50", 7), ("llama3_8b_layer", 6)]
-)
+@pytest.mark.parametrize("moves", [False, True], ids=["steady", "moved"])
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
 @ranks(2, interprets=True)
-def test_by_default_a_step_sends_these_buckets(name: str, count: int) -> None:
-    caps = BucketCaps.for_nccl()
-    scaled = replace(caps, limits=tuple(limit // 4096 for limit in caps.limits))
-    with recording() as recorder, mock.patch.object(BucketCaps, "for_nccl", return_value=scaled):
-        net = DistributedDataParallel(Scaled(name).to("cuda"))
-        x = torch.ones((), device="cuda")
-        for _ in range(3):
-            net.zero_grad()
-            recorder.step_begins()
-            net(x).backward()
-        assert len(net.reducer.buckets) == count
-        data = net._get_ddp_logging_data()
-        assert data["bucket_cap_bytes"] == scaled.limits[-1]
-        sizes = sorted(int(size) for size in data["bucket_sizes"].split(", "))
-        assert sum(sizes) == 4 * sum(param.numel() for param in net.parameters())
-        # By these dynamo splits the graph.
-        assert (net.bucket_bytes_cap, net.bucket_bytes_cap_default) == (scaled.limits[-1], True)
-        assert recorder.collectives.total() == len(net.reducer.buckets), recorder.collectives
-        assert recorder.launches["flatten"] == len(net.reducer.buckets)
-        assert not recorder.races, recorder.report()
-        torch.cuda.synchronize()
+def test_a_bucket_and_the_rest_of_a_step_call_few_functions(views: bool, moves: bool) -> None:
+    """From steps that differ only in the number of buckets. ``moved``: gradients have moved.
+
+    The rest has two waits, and two launches that unflatten: see ``test_way_back.py``.
+    """
+    few, many = (
+        step_calls(16, buckets, moves, gradient_as_bucket_view=views) for buckets in (2, 4)
+    )
+    of_package = (many.of_package.total() - few.of_package.total()) / 2
+    of_others = (many.of_others.total() - few.of_others.total()) / 2
+    assert of_package <= (8 if moves else 6), many.of_package
+    assert of_others <= (24 if moves else 14), many.of_others
+    assert few.of_package.total() - 2 * of_package <= 37, few.of_package
+
+
+@ranks(2, interprets=True)
+def test_default_caps_are_those_for_nccl() -> None:
+    """``tests/buckets/test_sizes.py`` tests the buckets that they give."""
+    largest = BucketCaps.for_nccl().limits[-1]
+    with sound():
+        net = DistributedDataParallel(nn.Linear(8, 8).to("cuda"))
+        net(torch.ones(1, 8, device="cuda")).sum().backward()
+        assert net._get_ddp_logging_data()["bucket_cap_bytes"] == largest
+        # Dynamo splits its graph by them.
+        assert (net.bucket_bytes_cap, net.bucket_bytes_cap_default) == (largest, True)
