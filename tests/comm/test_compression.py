@@ -12,7 +12,7 @@ from distributed import assert_same_bits, ranks
 from launched import played
 from modules import linears
 from oracle import mean_over_ranks, one_per_rank, play
-from quantized_ranks import all_reduce, quantized_buffers
+from quantized_ranks import Simulated
 from torch import Tensor, nn
 from training import HEADER_BYTES, assert_gradients_alike, counted, gradients, train_step
 
@@ -30,21 +30,14 @@ def test_gradients_have_the_bits_of_one_process(feedback: bool) -> None:
     module = nn.Sequential(nn.Linear(50, 60), nn.Tanh(), *linears(60, 40, 3))
     alone = one_per_rank(module)
     quantized = {"0.weight", "2.weight"}
-    of_params = [
-        quantized_buffers([param], [name in quantized], size, feedback, is_direct=size == 2)
-        for name, param in module.named_parameters()
-    ]
+    options = {"world_size": size, "feedback": feedback, "is_direct": size == 2}
+    simulated = Simulated(module.named_parameters(), quantized, **options)
     wire = Int8(error_feedback=feedback)
     ddp = DistributedDataParallel(module, compression=wire, bucket_cap_mb=0.005)
     assert len(ddp.reducer.buckets) == 2
     for step in range(4):
         play(lambda net, _: train_step(net, torch.randn(8, 50)), ddp, alone, step)
-        of_ranks = zip(*(each.parameters() for each in alone), strict=True)
-        expected = [
-            all_reduce(flats, [[param.grad] for param in params], scale=1 / size)[0][0]
-            for flats, params in zip(of_params, of_ranks, strict=True)
-        ]
-        assert_same_bits(gradients(ddp), expected, f"step {step}")
+        assert_same_bits(gradients(ddp), simulated.means([*map(gradients, alone)]), f"step {step}")
         assert_gradients_alike(ddp, f"step {step}")
 
 

@@ -1,6 +1,6 @@
 """The ranks of a quantized reduction in one process, in poisoned memory. Collectives are copies."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,28 @@ def all_reduce(
         kernels.dequantize(flat, targets)
         results.append(targets)
     return results
+
+
+class Simulated:
+    """Quantized means in one process: each parameter has a buffer, since buckets do not matter."""
+
+    def __init__(
+        self, named_params: Iterable[tuple[str, Tensor]], quantized: Collection[str], **options: Any
+    ) -> None:
+        """``options`` are those of :func:`quantized_buffers`, ``world_size`` first of all."""
+        self._flats = [
+            quantized_buffers([param], [name in quantized], **options)
+            for name, param in named_params
+        ]
+
+    def means(self, grads: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+        """The mean of ``grads[rank]`` for each parameter; ``None`` where no rank has one."""
+        means: list[Tensor | None] = []
+        for flats, of_ranks in zip(self._flats, zip(*grads, strict=True), strict=True):
+            used = [[each is not None] for each in of_ranks]
+            results = all_reduce(flats, [[each] for each in of_ranks], used, 1 / len(grads))
+            means.append(results[0][0] if [True] in used else None)
+        return means
 
 
 class Guarded:

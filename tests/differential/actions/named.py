@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from differential.player import Player
 
 
-@dataclass(frozen=True)
 class NamedStep(Action):
     """One step of a named program, up to its gradients."""
 
