@@ -72,7 +72,7 @@ class Part:
 
 # Some tests of everything, for the first minute: the others come last.
 SANITY = "missing_gradients or second_launch"
-SANITY_NCCL = "gradients_are_those_of_stock_ddp or one_flatten_one_all_reduce"
+SANITY_NCCL = "gradients_are_the_mean_in_every or profiler_finds_only_these"
 
 # Whose steps are what the host has to do; the others fill a card.
 HOST_BOUND = "mlp transformer resnet50 many_small"
@@ -85,7 +85,7 @@ def parts(rehearse: bool = False, cards: int = 1) -> list[Part]:
     one = "nccl-1-rank"
     mlp, both = "--models mlp", f"stock and not {one}"
     quick = f"{SANITY} or ({one} and ({SANITY_NCCL}))"
-    few = f"missing or ({one} and one_flatten)"
+    few = f"missing or ({one} and profiler_finds_only_these)"
     files = (*KERNEL_TESTS, TESTS / "test_reducer_nccl.py")
     found = [
         _tests("sanity", "what all else needs", 28, 18, files, quick, few),

@@ -43,6 +43,15 @@ def test_all_limits_together_are_under_ten_minutes(cards: int) -> None:
     assert ends <= int(timeout) < 600
 
 
+def test_the_tests_that_the_sanity_part_names_exist() -> None:
+    """Of a name that no test has, ``pytest -k`` says nothing."""
+    twins = ROOT / "tests" / "kernels" / "against_twins.py"
+    paths = (*gpu_parts.KERNEL_TESTS, *gpu_parts.NCCL_TESTS, twins)
+    text = "".join(path.read_text() for path in paths)
+    for name in f"{gpu_parts.SANITY} or {gpu_parts.SANITY_NCCL}".split(" or "):
+        assert re.search(rf"^def test_\w*{name}", text, re.MULTILINE), name
+
+
 @pytest.mark.long
 def test_a_part_that_fails_or_hangs_does_not_stop_the_others(report: gpu.Report) -> None:
     write = "import sys, json; json.dump({'n': 1}, open(sys.argv[1], 'w'))"
