@@ -120,28 +120,6 @@ def gradients(net: nn.Module) -> list[Tensor | None]:
     return [None if grad is None else grad.detach().clone() for grad in grads]
 
 
-def varied_steps(net: nn.Module, width: int) -> list[Tensor | None]:
-    """The gradients of steps of :class:`modules.Layers` named a, b and c.
-
-    All are used, also in a window of two backwards; then some; other ones on each rank; and one
-    alone, in a backward beside the outputs.
-    """
-    grads: list[Tensor | None] = []
-    for number, used in enumerate(["abc", "abc", "cb", "ab c", "ac", "", "abc"]):
-        x = filled(2, width) * (number + 1)
-        if number == 1:
-            with net.no_sync():
-                net(x, "a").sum().backward()
-        if used:
-            net(x, used.split()[dist.get_rank() % len(used.split())]).sum().backward()
-        else:
-            net(x)  # arms the reduction
-            net.module.layers["a"](x).sum().backward()
-        grads += gradients(net)
-        net.zero_grad(set_to_none=number % 2 == 0)
-    return grads
-
-
 @contextmanager
 def counted(ddp: DistributedDataParallel) -> Iterator[Counters]:
     """Context: at its end these are the launches, collectives and bytes inside of it."""
