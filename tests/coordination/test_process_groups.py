@@ -261,7 +261,7 @@ def test_a_group_in_which_two_ranks_have_one_number_is_refused() -> None:
             return 0
 
     def program(rank: int, backend: Any) -> None:
-        with pytest.raises(RuntimeError, match=r"call themselves \[0, 0\], but should be \[0, 1\]"):
+        with pytest.raises(RuntimeError, match=r"numbers \[0, 0\], but should report \[0, 1\]"):
             DistributedDataParallel(net(), process_group=CallsItselfZero(backend))
 
     in_two_threads(program)

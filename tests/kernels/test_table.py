@@ -35,7 +35,7 @@ def test_arguments_that_do_not_fit_are_errors():
     for block in (0, 8, 24, 100, -64):
         with pytest.raises(ValueError, match=f"power of two.*{block}"):
             DeviceTables(flat_of([4]), block)
-    with pytest.raises(ValueError, match=r"slot 1 begins at element 5 .*alignment=16"):
+    with pytest.raises(ValueError, match=r"slot 1 starts at element 5 .*alignment=16"):
         DeviceTables(flat_of([5, 5], alignment=1))
     tables = DeviceTables(flat_of([4, 4]))
     with pytest.raises(ValueError, match="2 slots, but 1 gradients"):

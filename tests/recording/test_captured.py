@@ -127,9 +127,9 @@ def _fail_on_both_ranks(run: Run) -> None:
 
 
 UNPREPARED: dict[str, tuple[Callable[[Run], None], str]] = {
-    "first step": (lambda run: None, "run one step, forward and backward"),
-    "new layer": (_replace_a_layer, "were added or unfrozen, .* run one step without a graph"),
-    "failed backward": (_fail_on_both_ranks, "did not come to its end"),
+    "first step": (lambda run: None, "[Rr]un one eager step .forward and backward"),
+    "new layer": (_replace_a_layer, "were added or unfrozen, .* Run one eager step before"),
+    "failed backward": (_fail_on_both_ranks, "the previous backward failed"),
 }
 
 
@@ -148,7 +148,7 @@ def test_a_capture_checks_the_headers_of_the_step_before_it() -> None:
     with prepared(PROGRAMS["copies"]) as run:
         with run.net.weighted(2) if dist.get_rank() else contextlib.nullcontext():
             run.step()
-        with pytest.raises(RuntimeError, match="the mean is weighted on some ranks only"):
+        with pytest.raises(RuntimeError, match="only some ranks use a weighted mean"):
             capture_a_step(run)
 
 
@@ -178,7 +178,7 @@ def test_a_module_wrapped_on_the_default_stream_is_refused(
         tracker = run.net._ddp_state.core.tracker
         run.step()
         assert (run.net._ddp_state.core.tracker is tracker) == (module is None)
-        refused = pytest.raises(RuntimeError, match="wrap it on a side stream")
+        refused = pytest.raises(RuntimeError, match="Wrap the module on a side stream")
         with contextlib.nullcontext() if moves else refused:
             capture_a_step(run)
         recorder.has_graph = False
@@ -213,7 +213,7 @@ def test_ranks_that_reduce_different_parameters_raise_without_a_collective() -> 
     with prepared(PROGRAMS["copies"], 2) as run:  # the first step checks its own headers
         run.net._ddp_state.core.agreement.expected = b""  # the headers are not the expected ones
         with mock.patch.object(Agreement, "_look", side_effect=SchemaMismatch):
-            message = "the ranks reduce different parameters. Run one step without a graph"
+            message = "the ranks reduce different parameters. Run one eager step"
             with pytest.raises(RuntimeError, match=message):
                 capture_a_step(run)
         run.step()

@@ -33,7 +33,7 @@ def test_invalid_requests_are_refused_before_a_collective() -> None:
     wrong = torch.ones(7)
     with recorded_collectives() as calls:
         for error, text, grads, of in (
-            (ValueError, "7 gradients came for 8 parameters", [None] * 7, None),
+            (ValueError, "got 7 gradients for 8 parameters", [None] * 7, None),
             (ValueError, r"'first.weight' should be \(30, 3\)", [wrong] + [None] * 7, None),
             (ValueError, "", {"first.weight": wrong.double()}, None),
             (TypeError, r"'first.weight' should be a tensor, got 3", [3] + [None] * 7, None),

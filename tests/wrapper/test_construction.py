@@ -352,7 +352,7 @@ def test_a_description_larger_than_possible_is_an_error(rank: int) -> None:
     module = nn.Linear(2, 2) if rank else nn.Linear(2, 3)
     with (
         mock.patch.object(verify, "_LARGEST", 10),
-        pytest.raises(RuntimeError, match=r"a rank announces a description of \d+ bytes"),
+        pytest.raises(RuntimeError, match=r"the description of a rank is too long: \d+ bytes"),
     ):
         DistributedDataParallel(module)
 

@@ -158,7 +158,7 @@ class _Source(HeaderField):
             raise Disagreement(
                 "the ranks have diverged: "
                 f"{in_words({rank: each.words for rank, each in whole.items()})}. All ranks must "
-                "run the same reduced backwards. Run backwards that only some ranks run inside "
+                "run the same reduced backwards. If only some ranks need a backward, run it inside "
                 "no_sync()"
             )
 
