@@ -308,7 +308,7 @@ def test_rank_0_logs_once_that_gradients_go_through_memory(rank: int) -> None:
             assert is_shared(ddp) == {True}
     lines = kept.lines()
     assert len(lines) == (rank == 0)
-    assert all("through memory that the 2 ranks of this host share" in each for each in lines)
+    assert all("through shared memory of the 2 ranks of this host" in each for each in lines)
 
 
 DENIED = OSError(1, "Operation not permitted")
@@ -321,7 +321,7 @@ REFUSALS: dict[str, tuple[bool, str, Callable[[], Any]]] = {
     ),
     "another host": (
         False,
-        "the host of rank 0 has 2, that of rank 1 has 1",
+        "the host of rank 0 has 2 and the host of rank 1 has 1",
         lambda: mock.patch.object(connect, "_host", return_value="elsewhere"),
     ),
     "no sockets": (
@@ -405,7 +405,7 @@ def test_connections_of_strangers_and_of_other_users_are_refused() -> None:
         connect._check_user(one)
         with (
             mock.patch.object(os, "geteuid", return_value=os.geteuid() + 1),
-            pytest.raises(PermissionError, match=r"a process of user \d+ has the socket"),
+            pytest.raises(PermissionError, match=r"belongs to a process of user \d+"),
         ):
             connect._check_user(one)
 

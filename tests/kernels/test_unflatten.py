@@ -154,7 +154,7 @@ def test_several_buffers_check_what_one_checks():
     joint = JointUnflatten(flats)
     with pytest.raises(TypeError, match=r"one torch\.float64 element"):
         joint(grads, torch.ones(1))
-    with pytest.raises(ValueError, match="3 slots, but 2 gradients"):
+    with pytest.raises(ValueError, match="3 slots, but got 2 gradients"):
         joint([grads[0][:2], *grads[1:]])
     with pytest.raises(ValueError, match="argument"):
         joint(grads[:2])
