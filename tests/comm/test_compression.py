@@ -158,7 +158,7 @@ def test_errors_of_the_options() -> None:
     with pytest.raises(TypeError, match=r"error_feedback should be True or False, got 'no'"):
         Int8(error_feedback="no")
     for exact in (3, b"head", ["head", 3]):
-        with pytest.raises(TypeError, match="exact should be a name or pattern"):
+        with pytest.raises(TypeError, match="exact should be a name, a pattern"):
             Int8(exact=exact)
     ddp = DistributedDataParallel(nn.Linear(64, 64), compression="int8")
     with pytest.raises(RuntimeError, match="compression and a communication hook"):

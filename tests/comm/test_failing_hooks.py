@@ -93,9 +93,9 @@ FAILURES: list[tuple[Callable[[GradBucket], Any], str]] = [
     (_exits, "SystemExit: 3"),
     (_raises_too_late, "KeyError: 'text of the user'"),
     (then(_raises), "text of the user"),
-    (then(lambda done: done.value()[1:]), "tensor like the bucket's buffer"),
+    (then(lambda done: done.value()[1:]), "elements like the bucket's buffer"),
     (then(lambda done: "text"), "should hold a tensor"),
-    (then(lambda done: done.value().int()), "should hold a tensor of floating point"),
+    (then(lambda done: done.value().int()), "should hold a floating-point tensor"),
     (then(lambda done: done.value().to("meta")), "Cannot copy out of meta tensor"),
     (_failed, "KeyError: 'text of the user'"),
 ]
@@ -178,7 +178,7 @@ def test_a_failed_all_reduce_of_the_flags_after_hooks_is_explained_once() -> Non
     model.register_comm_hook(group, default_hooks.allreduce_hook)
     train(model, 1)
     lost = mock.patch.object(collectives, "sum_directly", side_effect=RuntimeError("it is lost"))
-    text = r"buckets up to .*, behind the communication hooks failed: RuntimeError: it is lost"
+    text = r"buckets up to .*, after the communication hooks failed: RuntimeError: it is lost"
     with lost, pytest.raises(RuntimeError, match=text) as raised:
         train(model, 1)
     assert str(raised.value).count("failed: RuntimeError") == 1, raised.value
@@ -213,7 +213,7 @@ def test_a_future_that_is_never_completed_is_an_error_at_the_timeout(rank: int) 
     if rank == 1:
         assert text.startswith("rank 1, step 3, "), text
         assert "bucket 4 (" in text
-        assert "was not completed within the process group's timeout of 5 s" in text, text
+        assert "its future did not complete within the process group's timeout of 5 s" in text, text
     elif text:  # it began to wait first
         assert text.startswith("rank 0, step 3, "), text
         assert "rank 1" in text.partition("failed:")[2], text

@@ -308,7 +308,7 @@ def test_rank_0_logs_once_that_gradients_go_through_memory(rank: int) -> None:
             assert is_shared(ddp) == {True}
     lines = kept.lines()
     assert len(lines) == (rank == 0)
-    assert all("through memory that the 2 ranks of this host share" in each for each in lines)
+    assert all("through shared memory of the 2 ranks of this host" in each for each in lines)
 
 
 DENIED = OSError(1, "Operation not permitted")
@@ -321,7 +321,7 @@ REFUSALS: dict[str, tuple[bool, str, Callable[[], Any]]] = {
     ),
     "another host": (
         False,
-        "the host of rank 0 has 2, that of rank 1 has 1",
+        "the host of rank 0 has 2 and the host of rank 1 has 1",
         lambda: mock.patch.object(connect, "_host", return_value="elsewhere"),
     ),
     "no sockets": (
@@ -371,7 +371,7 @@ def test_errors_of_the_option() -> None:
         net(transport="memory")
     with (
         mock.patch.object(Group, "sends_messages", False),
-        pytest.raises(ValueError, match="transport='peer_memory' needs a process group of gloo"),
+        pytest.raises(ValueError, match="transport='peer_memory' requires a gloo process group"),
     ):
         net(transport="peer_memory")
 
@@ -405,7 +405,7 @@ def test_connections_of_strangers_and_of_other_users_are_refused() -> None:
         connect._check_user(one)
         with (
             mock.patch.object(os, "geteuid", return_value=os.geteuid() + 1),
-            pytest.raises(PermissionError, match=r"a process of user \d+ has the socket"),
+            pytest.raises(PermissionError, match=r"belongs to a process of user \d+"),
         ):
             connect._check_user(one)
 
@@ -422,7 +422,7 @@ def test_ranks_that_exchange_different_buckets_raise_an_error(rank: int) -> None
     if rank == 1:
         bucket.nbytes += 4
         bucket.exchange.content = *bucket.exchange.content[:2], bucket.nbytes
-    with pytest.raises(RuntimeError, match="something else at the same time"):
+    with pytest.raises(RuntimeError, match="different gradients at the same time"):
         step(ddp, 2)
 
 
@@ -508,7 +508,7 @@ def test_after_a_disagreement_no_rank_overwrites_memory_that_another_one_still_r
         with (
             mock.patch.object(MemoryExchange, "wait", waits_late if rank == 1 else wait),
             ddp.weighted(3) if rank == 0 else contextlib.nullcontext(),
-            pytest.raises(RuntimeError, match="weighted on some ranks only"),
+            pytest.raises(RuntimeError, match="only some ranks use a weighted mean"),
         ):
             step(ddp, 3)
         assert_same_bits(step(ddp, 2), before[2])

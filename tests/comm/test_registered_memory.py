@@ -54,15 +54,15 @@ def test_buckets_are_in_registered_memory(view: bool) -> None:
 @ranks(2)
 def test_errors_if_a_group_or_a_rank_has_no_registered_memory(rank: int) -> None:
     for options in ({}, {"compression": "int8"}):
-        text = "transport='registered_memory' needs torch 2.9, NCCL and GPUs .* is gloo for 'cpu'"
+        text = "transport='registered_memory' requires torch 2.9, NCCL, and .* uses gloo for 'cpu'"
         with pytest.raises(ValueError, match=text):
             DistributedDataParallel(nn.Linear(2, 2), **OPTION, **options)
     with (
         registering(cpu_memory),
-        pytest.raises(ValueError, match="compression has them summed otherwise"),
+        pytest.raises(ValueError, match="compression are mutually exclusive"),
     ):
         DistributedDataParallel(nn.Linear(2, 2), **OPTION, compression="int8")
-    text = "rank 1 has ValueError: transport='registered_memory' needs"
+    text = "rank 1 has ValueError: transport='registered_memory' requires"
     has_memory = registering(cpu_memory) if rank == 0 else contextlib.nullcontext()
     with has_memory, pytest.raises(RuntimeError, match=text):
         DistributedDataParallel(nn.Linear(2, 2), **OPTION)

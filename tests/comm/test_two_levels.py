@@ -253,7 +253,7 @@ def test_one_more_backward_on_some_ranks_is_an_error_on_all_ranks(rank: int) -> 
             loss.backward(retain_graph=True)
             if rank not in odd:
                 loss = loss_of(ddp, 3)
-            with pytest.raises(RuntimeError, match=rf"rank {odd[-1]}: one more backward"):
+            with pytest.raises(RuntimeError, match=rf"rank {odd[-1]}: another backward"):
                 loss.backward()
             assert_right_steps(ddp, 4, 5)
 

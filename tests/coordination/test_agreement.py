@@ -129,7 +129,10 @@ def test_which_backwards_may_meet(sources: str, agree: bool) -> None:
 
 @pytest.mark.parametrize(
     ("content", "text"),
-    [(0.0, "nothing came from rank 1 and rank 2"), (0.25, "what came holds no headers")],
+    [
+        (0.0, "no data was received from rank 1 and rank 2"),
+        (0.25, "the received data contains no headers"),
+    ],
 )
 def test_another_collective_in_place_of_a_bucket_is_named(content: float, text: str) -> None:
     """If only its own header comes, the rank first tests whether its backend exchanges data."""

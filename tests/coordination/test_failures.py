@@ -84,9 +84,9 @@ def test_an_old_post_is_not_a_new_one(store: dist.Store) -> None:
     explain(second)
     assert "rank 1 failed at the same place" in explain(first)
     text = explain(first, "step 5, bucket 0 ('c')")
-    assert f"rank 1 has not reported this failure, only an earlier one at {PLACE}" in text
+    assert f"rank 1 has reported only an earlier failure at {PLACE}" in text
     # It continues from the count of the other ranks, though it has failed less often.
-    assert "rank 0 failed elsewhere: at step 5, bucket 0 ('c')" in explain(second, "step 4")
+    assert "rank 0 failed at a different place: step 5, bucket 0 ('c')" in explain(second, "step 4")
 
 
 def test_posts_of_a_destroyed_group_with_the_same_name_do_not_count(store: dist.Store) -> None:
@@ -137,7 +137,7 @@ def test_no_rank_waits_if_all_have_reported(patient_store: dist.Store) -> None:
     first, second = groups(patient_store)
     patient_store.set("tritonddp/failed/1", f"1 {PLACE}, all-reduce")
     text = explain(first)
-    assert "store could not be asked" not in text, "it waited"
+    assert "store could not be read" not in text, "it waited"
     assert "rank 1 failed at the same place" in text
     assert "rank 0 failed at the same place" in explain(second)
 
@@ -190,12 +190,12 @@ def test_the_state_of_a_process_of_this_host(state: str) -> None:
 
 def test_the_states_of_ranks_without_a_post(store: dist.Store) -> None:
     first, other = groups(store)
-    assert "nor begun to wrap" not in explain(first), "this rank has not, either"
+    assert "not yet wrapped" not in explain(first), "this rank has not, either"
     first.enter()
-    assert "rank 1 has not reported, nor begun to wrap a module: it has ended" in explain(first)
+    assert "rank 1 has not reported and not yet wrapped a module: it has ended" in explain(first)
     other.enter()
     assert "rank 1 (process" in explain(first)
-    assert "runs but has not reported" in explain(first)
+    assert "is running but has not reported" in explain(first)
     elsewhere = dataclasses.replace(Process.own(), pid=77, scope="another/kernel", host="node7")
     store.set("tritonddp/process/1", elsewhere.post())
     text = explain(first)
@@ -209,8 +209,8 @@ def test_no_rank_waits_once_a_process_has_ended(patient_store: dist.Store) -> No
     patient_store.set("tritonddp/process/1", Process.own().post())
     first, second, _ = groups(patient_store, 3)
     text = explain(first)
-    assert "store could not be asked" not in text, "it waited"
-    assert f"rank 2 ({process}) has ended.\n  Nothing is known of rank 1.\n" in text
+    assert "store could not be read" not in text, "it waited"
+    assert f"rank 2 ({process}) has ended.\n  The state of rank 1 is unknown.\n" in text
     # The other ranks are told. They may be on other hosts.
     patient_store.set("tritonddp/process/2", dataclasses.replace(process, scope="other").post())
     assert f"rank 2 ({process}) has ended.\n  rank 0 failed at the same place" in explain(second)
@@ -243,20 +243,20 @@ def test_ranks_with_other_numbers_of_backwards_are_named_with_these(store: dist.
     explain(third)
     second.tell_made(store)
     text = explain(first)
-    assert "rank 1 has made 3 fewer reduced backwards than this rank (9, this rank 12)." in text
-    assert "rank 2 has made" not in text
-    assert "ranks 0 and 2 have made 3 more reduced backwards than this rank (12" in explain(second)
-    assert "A rank that skips a batch has to make its backward too" in text
-    assert "Look first at the log" in text
+    assert "rank 1 has run 3 fewer reduced backwards than this rank (9; this rank: 12)." in text
+    assert "rank 2 has run" not in text
+    assert "ranks 0 and 2 have run 3 more reduced backwards than this rank (12" in explain(second)
+    assert "A rank that skips a batch must still run a backward" in text
+    assert "First check the log" in text
     second.tell_made(store, at_end=True)
     text = explain(first)
     assert "rank 1 has ended without an exception." in text
-    assert "rank 1 has made 3 fewer" in text
-    assert "put the training loop into `with model.join():`" in text
-    assert "Look first at the log" not in text, "that is empty"
+    assert "rank 1 has run 3 fewer" in text
+    assert "run the training loop inside `with model.join():`" in text
+    assert "First check the log" not in text, "that is empty"
     second.enter()  # it has wrapped another module, and continues
     store.set("tritonddp/made/2", "x")
-    assert "has made" not in explain(first)
+    assert "has run" not in explain(first)
 
 
 # Threads
@@ -276,9 +276,9 @@ def test_other_threads_that_wait_for_ranks_are_named(rank: int) -> None:
             time.sleep(0.01)
         with mock.patch.multiple(failures, _PATIENCE=0.0, _HOST_STAYS=0.0):
             text = explain(groups(dist.HashStore())[0])
-        assert "Another thread of this process waits for other ranks too: 'checkpoint', at" in text
-        assert "in save_checkpoint: dist.recv(torch.ones(1), 1, group=other). If both use" in text
-        assert "give that thread a group of its own (torch.distributed.new_group)" in text
+        assert "Another thread of this process also waits for other ranks: 'checkpoint', at" in text
+        assert "in save_checkpoint: dist.recv(torch.ones(1), 1, group=other). If both" in text
+        assert "Use a separate process group in that thread (torch.distributed.new_group)" in text
     dist.barrier()
     if rank == 0:
         thread.join()

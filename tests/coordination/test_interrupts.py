@@ -53,7 +53,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "result": (Reduction, "finish", 0),
     "order of gradients": (BucketManager, "agree_on_order", 0),
 }
-REFUSED = r"rank 0: Ctrl-C .* cannot be used any more\. Start the processes of all ranks again"
+REFUSED = r"rank 0: KeyboardInterrupt .* cannot be used any more\. Restart the processes of all"
 
 
 @pytest.mark.parametrize("point", POINTS)

@@ -44,14 +44,14 @@ def test_records_of_buckets_and_reductions(rank: int) -> None:
         for _ in range(3):
             kept.records.clear()
             step(ddp)
-        begins = [line for line in kept.lines("comm.reduction") if "begins" in line]
+        begins = [line for line in kept.lines("comm.reduction") if "starts" in line]
         unused = [bucket.index for bucket in ddp.reducer.buckets if "unused" in bucket.names[0]]
         assert len(begins) == 1
         assert unused
         assert begins[0].startswith(
-            f"rank {rank}, step 3: a reduction begins: the first backward through a forward, no wei"
+            f"rank {rank}, step 3: reduction starts: the first backward through a forward, no wei"
         )
-        assert begins[0].endswith(f"buckets left out: {unused}")
+        assert begins[0].endswith(f"skipped buckets: {unused}")
         of_buckets = kept.lines("comm.reduction")
         sent = [bucket for bucket in ddp.reducer.buckets if bucket.index not in unused]
         for what in ("is sent", "is reduced"):
@@ -62,7 +62,7 @@ def test_records_of_buckets_and_reductions(rank: int) -> None:
         kept.records.clear()
         with ddp.weighted(rank + 2):
             step(ddp)
-        assert f"weight {rank + 2}, hash" in kept.lines("comm.reduction")[0]
+        assert f"weight {rank + 2}, parameter hash" in kept.lines("comm.reduction")[0]
         kept.records.clear()
         ddp.reduce_gradients()
         text = "reduce_gradients() of accumulated gradients, no weight"
@@ -78,8 +78,8 @@ def test_records_of_communication_hooks_and_rebuilt_buckets(rank: int) -> None:
         assert kept.lines("buckets.manager")[-1].startswith(f"rank {rank}, step 1: bucket ")
         lines = kept.lines("comm.reduction")
         count = len(kept.lines("buckets.manager"))
-        assert sum("goes to the communication hook" in line for line in lines) == count
-        assert sum("is back from the communication hook" in line for line in lines) == count
+        assert sum("is passed to the communication hook" in line for line in lines) == count
+        assert sum("has returned from the communication hook" in line for line in lines) == count
 
 
 @ranks(2)
@@ -92,7 +92,7 @@ def test_a_warning_after_a_failed_backward(rank: int) -> None:
         with breaking_off(ddp.module.layers["0"].weight):
             step(ddp)
         step(ddp)
-        text = f"rank {rank}, step 1: the last backward did not come to its end. On ranks whose"
+        text = f"rank {rank}, step 1: the previous backward failed. On ranks whose"
         assert kept.lines("reducer.reducer")[-1].startswith(text)
         kept.records.clear()
         ddp.register_comm_hook(None, fails)
@@ -100,7 +100,7 @@ def test_a_warning_after_a_failed_backward(rank: int) -> None:
             step(ddp)
         ddp.check_sync()
         assert kept.lines("reducer.reducer") == [
-            f"rank {rank}, step 3: the last backward did not come to its end"
+            f"rank {rank}, step 3: the previous backward failed"
         ]
 
 

@@ -390,7 +390,7 @@ def test_a_rank_with_fewer_backwards_leaves_their_number(
             while not store_of(group).check(["tritonddp/made/1"]):
                 time.sleep(0.1)
             give_up_after(2, group)
-            numbers = "rank 1 has made 1 fewer reduced backwards than this rank (2, this rank 3)"
+            numbers = "rank 1 has run 1 fewer reduced backwards than this rank (2; this rank: 3)"
             with pytest.raises(RuntimeError, match=re.escape(numbers)):
                 model(torch.ones(1, 2)).sum().backward()
         elif ends:
@@ -410,5 +410,5 @@ def test_a_program_that_ends_early_leaves_the_number_of_its_backwards(tmp_path: 
             model(torch.ones(1, 2)).sum().backward()
     """
     done = played(textwrap.dedent(script), tmp_path, nproc=2)
-    numbers = "rank 1 has made 1 fewer reduced backwards than this rank (2, this rank 3)"
+    numbers = "rank 1 has run 1 fewer reduced backwards than this rank (2; this rank: 3)"
     assert numbers in done.stderr

@@ -12,8 +12,8 @@ LOST = {
     "orphan": "has ended",
     "leave": "has ended",
     "stop": "is stopped",
-    "loop": "runs but has not reported",
-    "behind": "runs but has not reported",
+    "loop": "is running but has not reported",
+    "behind": "is running but has not reported",
 }
 
 
@@ -90,11 +90,12 @@ OF_STEPS = {
 
 # The errors of ranks that wait for each other through memory and through the process group.
 _OTHER_BACKWARD = (
-    "through the process group .*, and this rank bucket 0 of|onnection (closed|reset) by peer"
+    "through the process group .*, but this rank reduces bucket 0 of"
+    "|onnection (closed|reset) by peer"
 )
 # Which of these a rank raises depends on how late the other ranks are.
 _ANY_OF_THESE = (
-    r"step \d, .*(the ranks reduce different|comparison of what the ranks hold|"
+    r"step \d, .*(the ranks reduce different|comparison of the models of all ranks|"
     + _OTHER_BACKWARD
     + ")"
 )
@@ -104,10 +105,10 @@ _NUMBERS = "rank 0 has 'number 0 .*rank 1 has 'number 1"
 _MISMATCH = r"bucket 0 \('layers.*Detected mismatch between collectives on ranks"
 _ALL_REDUCES = (
     r"(?s)step 1, bucket 0 \('layers.*all-reduce of \d+ bytes failed: .*: ALLREDUCE of "
-    r"\[\d+\] Double, #\d+, but .*: ALLREDUCE of \[\d+\] Double.* failed elsewhere: at "
+    r"\[\d+\] Double, #\d+, but .*: ALLREDUCE of \[\d+\] Double.* failed at a different place: "
     r"step 1, bucket 0 \('layers.*all-reduce of \d+ bytes\.\n"
 )
-_ELSEWHERE = r"(?s)step 1, bucket 0 \(.*rank \d failed elsewhere: at step 1, bucket 0 \("
+_ELSEWHERE = r"(?s)step 1, bucket 0 \(.*rank \d failed at a different place: step 1, bucket 0 \("
 _BROADCASTS = (
     r"(?s)step 1, forward, broadcast of 1 buffers \('seen'\), (24|40) bytes failed.*: "
     r"BROADCAST of \[(24|40)\] Byte.*, (24|40) bytes\.\n"
@@ -161,7 +162,7 @@ FAULTS = {
         *_differ(
             ("wider module", 3, 1, False, "rank 0 has .6, 6. .*rank 1 has .8, 8."),
             ("other bucket sizes", 2, 1, False, "option 'bucket sizes': rank 0 has .*, rank 1 has"),
-            ("one more backward", 3, 1, True, "rank 1: one more backward"),
+            ("one more backward", 3, 1, True, "rank 1: another backward"),
             ("reduce_gradients on one rank", 2, 0, False, _OTHER_BACKWARD),
             ("other wrapper first", 3, 1, False, _OTHER_BACKWARD),
             ("another parameter", 3, 1, True, "parameter 'layers.1.weight' .*: rank 1 has norm"),

@@ -16,28 +16,28 @@ _BUCKET = r"bucket \d+ \('[\w.]+'(, '[\w.]+')*(, and \d+ more)?\)"
 # The place in the error of a failed collective: the step, and names.
 _PLACES = re.compile(
     r"rank (?P<rank>\d), ("
-    r"wrapping, (comparison of what the ranks hold"
+    r"wrapping, (comparison of the models of all ranks"
     r"|broadcast of 8 parameters and buffers, \d+ bytes)"
     r"|step (?P<step>\d)("
     rf"(, reduce_gradients\(\))?, {_BUCKET}, (all-reduce of \d+ bytes|exchange of sparse gradients)"
-    rf"|, buckets up to {_BUCKET}, all-reduce of their flags, behind the communication hooks"
-    r"|, (broadcast of the order of gradients|agreement to exchange through memory)"
+    rf"|, buckets up to {_BUCKET}, all-reduce of their flags, after the communication hooks"
+    r"|, (broadcast of the order of gradients|agreement on shared memory)"
     r"|, broadcast of 2 parameters that were added \('layers.4.weight', 'layers.4.bias'\), "
     r"336 bytes"
-    r"|, ZeroRedundancyOptimizer, comparison of what the ranks hold"
+    r"|, ZeroRedundancyOptimizer, comparison of the models of all ranks"
     r"|, optimizer step, broadcast of \d parameters \(.*\), \d+ bytes"
     r"|, optimizer step, exchange of new values of parameters \(of this rank: .*\)"
     r"|, sum of the norms of all owners' gradients"
     r"|, consolidate_state_dict\(\), gather of the state"
-    r"|, check_sync\(\), comparison of (what the ranks hold|\d+ checksums)"
+    r"|, check_sync\(\), comparison of (the models of all ranks|\d+ checksums)"
     r"|(, forward)?, broadcast of 1 buffers \('seen'\), 24 bytes"
     r"|, forward, count of the ranks that have inputs, inside join\(\)"
     r"|, forward, announcement of a forward inside join\(\)"
     r"|, end of join\(\), agreement on whose model all take over inside join\(\)"
-    r"|, end of join\(\), (comparison of what the ranks hold|broadcast of .*)"
+    r"|, end of join\(\), (comparison of the models of all ranks|broadcast of .*)"
     r")) failed: "
 )
-_REMEDY = "Look first at the log of the rank that ended, failed first or has not reported"
+_REMEDY = "First check the log of the rank that ended, failed first or has not reported"
 
 
 @dataclass
@@ -102,7 +102,7 @@ def _after_an_abort(result: Result) -> list[str]:
         return [f"no rank was ended by gloo\n{result.logs}"]
     dead = min(result.aborted)
     # A rank may have had an answer before, and compare what the ranks hold.
-    asks = re.compile(r"rank \d, step \d, comparison of what the ranks hold failed: ")
+    asks = re.compile(r"rank \d, step \d, comparison of the models of all ranks failed: ")
     return [
         f"the error does not say that rank {dead} has ended:\n{text}"
         for text in result.errors
@@ -125,14 +125,14 @@ def _after_a_fatal_fault(fault: Fault, rank: int, seen: dict[str, Any]) -> list[
         found.append(f"the error names another rank as its own:\n{text}")
     elif not _is_its_step(fault, place):
         found.append(f"the error names a wrong step:\n{text}")
-    state = LOST.get(fault.kind, "runs but has not reported")
+    state = LOST.get(fault.kind, "is running but has not reported")
     if fault.at == "before wrapping":
-        state = "has not reported, nor begun to wrap a module"
+        state = "has not reported and not yet wrapped a module"
     blamed = re.findall(
         r"ranks? (\d)(?: \(process \d+ on [^)]+\))? (has ended|is stopped|has not)", text
     )
     if fault.hosts_store:
-        if "store could not be asked" not in text:
+        if "store could not be read" not in text:
             found.append(f"the error does not say that the store is gone:\n{text}")
     elif not re.search(rf"rank {fault.victim}( \(process \d+ on [\w.-]+\))? {state}", text):
         found.append(f"the error does not say that rank {fault.victim} {state}:\n{text}")
@@ -154,7 +154,8 @@ def _after_a_step_that_was_left_out(fault: Fault, rank: int, seen: dict[str, Any
         return [f"not one error, but {texts}"]
     found = [] if _PLACES.match(texts[0]) else [f"no place in:\n{texts[0]}"]
     blames = (
-        rf"rank {fault.victim} (reduces gradients already|failed elsewhere: at step \d, bucket)"
+        rf"rank {fault.victim} (already reduces gradients"
+        r"|failed at a different place: step \d, bucket)"
     )
     if not re.search(blames, texts[0]):
         found.append(f"rank {fault.victim} is not blamed:\n{texts[0]}")

@@ -95,9 +95,9 @@ def added_parameter(ddp: DistributedDataParallel, rank: int) -> None:
 DIFFERENCES = {
     forward_under_no_sync: "inside join.. ranks must agree on which forwards have a backward that "
     "is reduced. This one: rank 0: has no inputs left; rank 1: yes; rank 2: no",
-    skipped_backward: "rank 0: nothing, as no backward has followed a forward inside join.*; "
+    skipped_backward: "rank 0: nothing, because no backward followed a forward inside join.*; "
     "rank 1: the first backward",
-    added_parameter: "(?s)DDP expects same model.*layers.0.scale.*none of this name",
+    added_parameter: "(?s)DDP expects same model.*layers.0.scale.*none with this name",
 }
 
 

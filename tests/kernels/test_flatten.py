@@ -64,9 +64,9 @@ def test_headers_that_do_not_fit_are_an_error_and_nothing_is_written(run):
     flat, _ = embedded_flat([dense([20])], torch.float32, headers=3)
     before = raw(flat.data).clone()
     for headers, message in (
-        ((), "room for 3 headers, but 0 came"),
-        ([1], "room for 3 headers, but 1 came"),
-        ([1, 2, 3, 4], "room for 3 headers, but 4 came"),
+        ((), "room for 3 headers, but got 0"),
+        ([1], "room for 3 headers, but got 1"),
+        ([1, 2, 3, 4], "room for 3 headers, but got 4"),
         ([1, 256, 3], r"header 1 should be in 0\.\.255, but is 256"),
         ([1, 2, -1], r"header 2 should be in 0\.\.255, but is -1"),
     ):
@@ -85,7 +85,7 @@ def test_a_part_writes_only_its_own_flags():
     flat.views[1].copy_(before.view(torch.float32)[32:52])
     assert torch.equal(raw(flat.data), before)
     memory.assert_guards_intact("the flat buffer")
-    with pytest.raises(ValueError, match="room for 0 headers, but 5 came"):
+    with pytest.raises(ValueError, match="room for 0 headers, but got 5"):
         flatten(part, [torch.ones(20)], [True], 1.0, bytes(5))
 
 

@@ -146,7 +146,7 @@ def test_arguments_that_do_not_fit_are_errors_and_nothing_is_written():
     for run in (quantize, reference.quantize):
         with pytest.raises(ValueError, match="6 slots"):
             run(flat, grads[:5], [True] * 5, 1.0, bytes(6))
-    with pytest.raises(ValueError, match="room for 6 headers, but 3 came"):
+    with pytest.raises(ValueError, match="room for 6 headers, but got 3"):
         quantize(flat, grads, [True] * 6, 1.0, bytes(3))
     mixed = [*grads[:2], grads[2].half(), *grads[3:]]
     with pytest.raises(TypeError, match=r"slot 2 is torch\.float16"):

@@ -35,14 +35,14 @@ def test_arguments_that_do_not_fit_are_errors():
     for block in (0, 8, 24, 100, -64):
         with pytest.raises(ValueError, match=f"power of two.*{block}"):
             DeviceTables(flat_of([4]), block)
-    with pytest.raises(ValueError, match=r"slot 1 begins at element 5 .*alignment=16"):
+    with pytest.raises(ValueError, match=r"slot 1 starts at element 5 .*alignment=16"):
         DeviceTables(flat_of([5, 5], alignment=1))
     tables = DeviceTables(flat_of([4, 4]))
-    with pytest.raises(ValueError, match="2 slots, but 1 gradients"):
+    with pytest.raises(ValueError, match="2 slots, but got 1 gradients"):
         tables.update([None])
-    with pytest.raises(ValueError, match="2 slots, but 3 flags"):
+    with pytest.raises(ValueError, match="2 slots, but got 3 flags"):
         tables.update([None, None], [True] * 3, 1.0)
-    with pytest.raises(ValueError, match="room for 0 headers, but 1 came"):
+    with pytest.raises(ValueError, match="room for 0 headers, but got 1"):
         tables.update([None, None], [True] * 2, 1.0, [1])
     tables._device_number = 0  # as on a GPU: meta tensors have the number of the CPU
     with pytest.raises(TypeError, match="slot 1 is on meta, but its buffer is on cpu"):

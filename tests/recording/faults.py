@@ -77,7 +77,7 @@ class _Unawaited:
 # Copies between host and device
 
 
-@fault("copies", _device.Readback, "wait", error="has reduced something else")
+@fault("copies", _device.Readback, "wait", error="reduced different gradients")
 def headers_are_read_before_their_copy_is_complete(_: Any, self: _device.Readback) -> Tensor:
     return self._copy
 

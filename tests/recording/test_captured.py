@@ -85,13 +85,16 @@ def _reduce_given(net: Any, x: Tensor) -> None:
 
 
 REFUSED: dict[str, tuple[Program, str]] = {
-    "unused parameters": (PROGRAMS["unused parameters"], r"does not reach 'third\.bias'"),
+    "unused parameters": (PROGRAMS["unused parameters"], r"does not use 'third\.bias'"),
     "weights": (PROGRAMS["weights"], r"weighted\(n\)"),
-    "no_sync": (PROGRAMS["no_sync"], "under no_sync"),
+    "no_sync": (PROGRAMS["no_sync"], r"inside no_sync\(\)"),
     "check_finite": (PROGRAMS["check_finite"], "check_finite"),
     "sparse": (PROGRAMS["sparse"], "sparse gradients"),
-    "reduce_gradients": (PROGRAMS["reduce_gradients"], "under no_sync"),
-    "given gradients": (Program(before=_reduce_given), "not reduced on request in a"),
+    "reduce_gradients": (PROGRAMS["reduce_gradients"], r"inside no_sync\(\)"),
+    "given gradients": (
+        Program(before=_reduce_given),
+        "gradients cannot be reduced on request in a",
+    ),
     "join": (Program(around=lambda net: net.join()), r"inside join\(\)"),
 }
 
@@ -111,7 +114,7 @@ def test_a_captured_step_that_leaves_a_parameter_out_for_the_first_time_is_refus
 ) -> None:
     with prepared(PROGRAMS[name], WARM_UP + 1) as run:
         run.program = replace(run.program, leaves_out=True)
-        with pytest.raises(RuntimeError, match="does not reach 'third"):
+        with pytest.raises(RuntimeError, match="does not use 'third"):
             capture_a_step(run)
 
 
@@ -127,9 +130,9 @@ def _fail_on_both_ranks(run: Run) -> None:
 
 
 UNPREPARED: dict[str, tuple[Callable[[Run], None], str]] = {
-    "first step": (lambda run: None, "run one step, forward and backward"),
-    "new layer": (_replace_a_layer, "were added or unfrozen, .* run one step without a graph"),
-    "failed backward": (_fail_on_both_ranks, "did not come to its end"),
+    "first step": (lambda run: None, "[Rr]un one eager step .forward and backward"),
+    "new layer": (_replace_a_layer, "were added or unfrozen, .* Run one eager step before"),
+    "failed backward": (_fail_on_both_ranks, "the previous backward failed"),
 }
 
 
@@ -148,7 +151,7 @@ def test_a_capture_checks_the_headers_of_the_step_before_it() -> None:
     with prepared(PROGRAMS["copies"]) as run:
         with run.net.weighted(2) if dist.get_rank() else contextlib.nullcontext():
             run.step()
-        with pytest.raises(RuntimeError, match="the mean is weighted on some ranks only"):
+        with pytest.raises(RuntimeError, match="only some ranks use a weighted mean"):
             capture_a_step(run)
 
 
@@ -178,7 +181,7 @@ def test_a_module_wrapped_on_the_default_stream_is_refused(
         tracker = run.net._ddp_state.core.tracker
         run.step()
         assert (run.net._ddp_state.core.tracker is tracker) == (module is None)
-        refused = pytest.raises(RuntimeError, match="wrap it on a side stream")
+        refused = pytest.raises(RuntimeError, match="Wrap the module on a side stream")
         with contextlib.nullcontext() if moves else refused:
             capture_a_step(run)
         recorder.has_graph = False
@@ -213,7 +216,7 @@ def test_ranks_that_reduce_different_parameters_raise_without_a_collective() -> 
     with prepared(PROGRAMS["copies"], 2) as run:  # the first step checks its own headers
         run.net._ddp_state.core.agreement.expected = b""  # the headers are not the expected ones
         with mock.patch.object(Agreement, "_look", side_effect=SchemaMismatch):
-            message = "the ranks reduce different parameters. Run one step without a graph"
+            message = "the ranks reduce different parameters. Run one eager step"
             with pytest.raises(RuntimeError, match=message):
                 capture_a_step(run)
         run.step()

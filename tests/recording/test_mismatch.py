@@ -25,7 +25,7 @@ def warmed_up(program: Program) -> Any:
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("weighted", "the mean is weighted on some ranks only"), ("frozen", "third.weight")],
+    [("weighted", "only some ranks use a weighted mean"), ("frozen", "third.weight")],
 )
 @ranks(2, interprets=True)
 def test_a_step_that_one_rank_makes_differently_is_an_error_in_the_next(
@@ -58,7 +58,7 @@ def test_an_extra_backward_of_one_rank_is_an_error_on_both_in_the_next_backward(
 @pytest.mark.parametrize(
     ("freezes", "message"),
     [
-        (False, "the ranks are at different places of their programs: rank 0: reduce_gradients"),
+        (False, "the ranks have diverged: rank 0: reduce_gradients"),
         (True, r"option 'reduction': rank 0 has 'on request"),
     ],
     ids=["same parameters", "one is frozen"],

@@ -27,7 +27,7 @@ def test_peer_memory_is_refused_if_parameters_are_on_a_gpu() -> None:
     with recording():
         layer = nn.Linear(2, 2).to("cuda")
         for module in (layer, nn.Sequential(layer, nn.Linear(2, 2))):
-            with pytest.raises(ValueError, match="on GPUs NCCL does the same: use "):
+            with pytest.raises(ValueError, match="On GPUs NCCL uses peer memory itself"):
                 DistributedDataParallel(module, transport="peer_memory")
 
 

@@ -101,5 +101,5 @@ def test_a_layer_in_two_checkpoints_of_a_hidden_forward_is_an_error() -> None:
             each(batch(step).requires_grad_()).get().square().sum().backward()
         assert_mean_of(ddp, alone, f"step {step}")
     net.times = 2
-    with pytest.raises(RuntimeError, match="became ready again after all were averaged"):
+    with pytest.raises(RuntimeError, match="became ready again after all gradients were averaged"):
         ddp(batch(3).requires_grad_()).get().square().sum().backward()

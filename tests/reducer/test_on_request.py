@@ -33,8 +33,13 @@ def test_invalid_requests_are_refused_before_a_collective() -> None:
     wrong = torch.ones(7)
     with recorded_collectives() as calls:
         for error, text, grads, of in (
-            (ValueError, "7 gradients came for 8 parameters", [None] * 7, None),
-            (ValueError, r"'first.weight' should be \(30, 3\)", [wrong] + [None] * 7, None),
+            (ValueError, "got 7 gradients for 8 parameters", [None] * 7, None),
+            (
+                ValueError,
+                r"'first.weight' should match its parameter, \(30, 3\)",
+                [wrong] + [None] * 7,
+                None,
+            ),
             (ValueError, "", {"first.weight": wrong.double()}, None),
             (TypeError, r"'first.weight' should be a tensor, got 3", [3] + [None] * 7, None),
             (TypeError, "", "text", None),
@@ -53,7 +58,7 @@ def test_invalid_requests_are_refused_before_a_collective() -> None:
     ddp, x = wrapped()
     out = ddp(x)
     out.register_hook(lambda _: ddp.reduce_gradients())
-    with pytest.raises(RuntimeError, match="while a backward runs"):
+    with pytest.raises(RuntimeError, match="while a backward is running"):
         out.sum().backward()
 
 

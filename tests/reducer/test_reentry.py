@@ -109,7 +109,7 @@ def test_an_error_of_a_signal_handler_in_the_wait_is_a_failed_backward(rank: int
 @ranks(2)
 def test_a_backward_in_a_communication_hook_is_an_error() -> None:
     ddp = wrap(net())
-    error = "a communication hook, a signal handler or another thread runs a backward"
+    error = "a communication hook, a signal handler or another thread started a backward"
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         with torch.enable_grad():

@@ -160,7 +160,7 @@ WRONG_VALUES: list[tuple[str, dict[str, Any]]] = [
         "should be 'int8', 'int4', a tritonddp.Int8, a tritonddp.Int4 or None, got 'int3'",
         {"compression": "int3"},
     ),
-    ("no parameter 'wheight'", {"compression": Int8(exact="wheight")}),
+    ("matches 'wheight'", {"compression": Int8(exact="wheight")}),
     ("check_finite should be 'raise', 'warn' or None, got True", {"check_finite": True}),
     ("check_finite should be 'raise', 'warn' or None, got 'log'", {"check_finite": "log"}),
     (f"{DIVIDED}0", {"gradient_divide_factor": 0}),
@@ -260,7 +260,7 @@ def transpose(model: nn.Sequential) -> None:
 DIFFERENT: list[tuple[Callable[[], nn.Module], str]] = [
     (
         lambda: nn.ModuleDict({"first": nn.Linear(3, 2), "second": nn.BatchNorm1d(2)}),
-        "'0.weight'; 'first.weight'; none of this name",
+        "'0.weight'; 'first.weight'; none with this name",
     ),
     (lambda: normed(4, 2), "'0.weight'; (2, 3); (2, 4)"),
     (lambda: normed(2, 3), "'0.weight'; (2, 3); (3, 2)"),
@@ -274,8 +274,8 @@ DIFFERENT: list[tuple[Callable[[], nn.Module], str]] = [
         "Rank 0 has 4 params; inconsistent 6 params; '2.weight'",
     ),
     (lambda: changed(lambda model: model[0].bias.requires_grad_(False)), "'0.bias'; frozen"),
-    (lambda: with_buffer(lambda: torch.ones(3)), "buffer 'buffer'; none of this name; (3,)"),
-    (lambda: changed(reorder), "another order"),
+    (lambda: with_buffer(lambda: torch.ones(3)), "buffer 'buffer'; none with this name; (3,)"),
+    (lambda: changed(reorder), "different order"),
 ]
 # Options of rank 2 alone; without a text the ranks need not agree.
 UNLIKE: list[tuple[dict[str, Any], str]] = [
@@ -352,7 +352,7 @@ def test_a_description_larger_than_possible_is_an_error(rank: int) -> None:
     module = nn.Linear(2, 2) if rank else nn.Linear(2, 3)
     with (
         mock.patch.object(verify, "_LARGEST", 10),
-        pytest.raises(RuntimeError, match=r"a rank announces a description of \d+ bytes"),
+        pytest.raises(RuntimeError, match=r"the description of a rank is too long: \d+ bytes"),
     ):
         DistributedDataParallel(module)
 
@@ -415,7 +415,9 @@ def test_wrappers_that_share_a_parameter_cannot_both_own_its_gradient() -> None:
     both = [DistributedDataParallel(first, gradient_as_bucket_view=True)]
     both += [DistributedDataParallel(second)]
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"step \d+: .* hold 'weight' both"):
+        with pytest.raises(
+            RuntimeError, match=r"step \d+: two wrapped modules that share 'weight'"
+        ):
             sum(each(torch.ones(1, 2)).sum() for each in both).backward()
         first.zero_grad()
     both = [DistributedDataParallel(each) for each in (first, second)]

@@ -93,7 +93,9 @@ class BucketCaps:
                 )
             sizes = list(bucket_cap_mb_list)
             if not sizes:
-                raise ValueError("bucket_cap_mb_list is empty: give one size in MiB or None")
+                raise ValueError(
+                    "bucket_cap_mb_list is empty. Pass at least one size in MiB, or None"
+                )
             what = "bucket_cap_mb_list"
         else:
             if bucket_cap_mb is None and not few_bytes and device_type == "cuda":
@@ -110,7 +112,7 @@ class BucketCaps:
             if isinstance(size, bool) or not isinstance(size, Real):
                 raise TypeError(f"{what} must be a number of MiB, got {size!r}")
             if not 0 <= size < float("inf"):  # 0: a bucket per parameter, as in stock DDP
-                raise ValueError(f"{what} must be zero or more, and finite, got {size!r} MiB")
+                raise ValueError(f"{what} must be finite and not negative, got {size!r} MiB")
         limits = tuple(int(size * MIB) for size in sizes)
         caps = cls(limits, delayed, is_list=bucket_cap_mb_list is not None)
         return caps.registered() if finds_unused else caps

@@ -362,9 +362,8 @@ class Bucket:
         dtype = gradient_dtype(param)
         if grad.shape != param.shape or grad.dtype != dtype:
             raise GradientError(
-                f"the gradient of {self.names[slot]!r} (bucket {self.index}) should be "
-                f"{tuple(param.shape)} {dtype} like its parameter, but is "
-                f"{tuple(grad.shape)} {grad.dtype}"
+                f"the gradient of {self.names[slot]!r} (bucket {self.index}) should match its "
+                f"parameter, {tuple(param.shape)} {dtype}, but is {tuple(grad.shape)} {grad.dtype}"
             )
 
     def check_dtype(self, slot: int) -> None:
@@ -372,9 +371,9 @@ class Bucket:
         param = self.params[slot]
         if gradient_dtype(param) is not self.gradient_dtype:
             raise GradientError(
-                f"parameter {self.names[slot]!r} (bucket {self.index}) had gradients of "
-                f"{self.gradient_dtype} when it was wrapped, and has gradients of "
-                f"{gradient_dtype(param)} now: wrap the module again after such a change"
+                f"the gradient dtype of parameter {self.names[slot]!r} (bucket {self.index}) "
+                f"changed from {self.gradient_dtype} to {gradient_dtype(param)} after the module "
+                "was wrapped. Wrap the module again after such a change"
             )
 
     def to_slot_layout(self, slot: int, grad: Tensor) -> Tensor:
@@ -386,18 +385,18 @@ class Bucket:
         param = self.params[slot]
         if grad.layout is not torch.strided:
             raise GradientError(
-                f"the gradient of {self.names[slot]!r} (bucket {self.index}) is "
-                f"{grad.layout}, and was expected to be dense. Sparse gradients are supported for "
-                "nn.Embedding and nn.EmbeddingBag that had sparse=True when they were wrapped or "
-                "added: make this gradient dense, or use such a layer"
+                f"the gradient of {self.names[slot]!r} (bucket {self.index}) should be dense, but "
+                f"is {grad.layout}. Sparse gradients are supported only for nn.Embedding and "
+                "nn.EmbeddingBag layers that had sparse=True when they were wrapped or added. Make "
+                "this gradient dense, or use such a layer"
             )
         self.check_kind(slot, grad)
         self.check_dtype(slot)
         if tuple(param.shape) != self.shapes[slot]:
             raise GradientError(
-                f"parameter {self.names[slot]!r} (bucket {self.index}) was {self.shapes[slot]} "
-                f"when it was wrapped and is now {tuple(param.shape)}: wrap the module again after "
-                "such a change"
+                f"the shape of parameter {self.names[slot]!r} (bucket {self.index}) changed from "
+                f"{self.shapes[slot]} to {tuple(param.shape)} after the module was wrapped. Wrap "
+                "the module again after such a change"
             )
         order = dims_by_stride(grad.shape, grad.stride())
         is_flagged = grad.is_conj() or grad.is_neg()

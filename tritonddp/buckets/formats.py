@@ -161,7 +161,7 @@ class WireOptions:
             if None not in (low, reduce_dtype) and low != reduce_dtype:
                 raise ValueError(
                     f"reduce_dtype={reduce_dtype} contradicts mixed_precision, whose reduce_dtype "
-                    f"is {low}: give one of them"
+                    f"is {low}. Pass only one of them"
                 )
             reduce_dtype = reduce_dtype or low or mixed_precision.param_dtype
         return cls(reduce_dtype, compression, exact)
@@ -179,8 +179,9 @@ class WireOptions:
             backend = backend_name(group, device)
             if backend != wanted:
                 raise RuntimeError(
-                    f"compression needs {wanted} for {device.type!r}, but the "
-                    f"process group has {backend}: use a group with {wanted}, or no compression"
+                    f"compression requires the {wanted} backend for {device.type!r}, but the "
+                    f"process group uses {backend}. Use a group with {wanted}, or disable "
+                    "compression"
                 )
 
     def description(self, params: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
@@ -366,10 +367,10 @@ def registering(group: dist.ProcessGroup, device: torch.device) -> Callable[[int
     allocate = registered_memory(group, device)
     if allocate is None:
         raise ValueError(
-            "transport='registered_memory' needs torch 2.9, NCCL and GPUs that it registers memory "
-            f"of (NVLink with multicast), but the process group is {backend_name(group, device)} "
-            f"for {str(device)!r}, and has no memory for tensors (torch {torch.__version__}): use "
-            "'auto'"
+            "transport='registered_memory' requires torch 2.9, NCCL, and GPUs with memory "
+            "registration (NVLink with multicast), but the process group uses "
+            f"{backend_name(group, device)} for {str(device)!r} and cannot allocate registered "
+            f"memory (torch {torch.__version__}). Use 'auto'"
         )
     return allocate
 
@@ -398,8 +399,8 @@ class ExactParams:
         for pattern in self._patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(
-                    f"exact: the module has no parameter {pattern!r}. Give names as its "
-                    f"named_parameters() has them ({(names or ['none'])[0]!r}), or patterns"
+                    f"exact: no parameter of the module matches {pattern!r}. Pass names from "
+                    f"named_parameters() (for example {(names or ['none'])[0]!r}), or patterns"
                 )
 
     def find(self, names: Sequence[str], params: Sequence[Tensor]) -> list[bool]:
@@ -428,6 +429,6 @@ def _patterns_of(wanted: Any) -> tuple[str, ...]:
         if all(isinstance(pattern, str) for pattern in patterns):
             return patterns
     raise TypeError(
-        "exact should be a name or pattern, several of them, or a function of name and parameter, "
-        f"got {wanted!r}"
+        "exact should be a name, a pattern, a sequence of these, or a function of name and "
+        f"parameter, got {wanted!r}"
     )

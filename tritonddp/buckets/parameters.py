@@ -268,9 +268,9 @@ class ModuleParameters:
             param, was = params[number], self._kinds.expected[number]
             if (now := _kind(param)) != was:
                 raise RuntimeError(
-                    f"{where()}: parameter {self._bucketed[param]!r} was {_in_words(was)} when it "
-                    f"was wrapped and is now {_in_words(now)}, so that its gradient would not be "
-                    "synchronized: wrap the module again after such a change"
+                    f"{where()}: parameter {self._bucketed[param]!r} changed from {_in_words(was)} "
+                    f"to {_in_words(now)} after the module was wrapped, so its gradient would not "
+                    "be synchronized. Wrap the module again after such a change"
                 )
 
     def check_swaps(self, where: Callable[[], str]) -> None:
@@ -285,13 +285,13 @@ class ModuleParameters:
         for param, tensor in self._tensors.items():
             if tensor_behind(param) != tensor:
                 raise RuntimeError(
-                    f"{where()}: torch.utils.swap_tensors exchanged the tensor of parameter "
-                    f"{self._bucketed[param]!r} after the module was wrapped, so that its gradient "
-                    "would not be averaged. (.to() calls it for tensor subclasses, and so do .to() "
-                    "and load_state_dict() after torch.__future__."
-                    "set_swap_module_params_on_conversion(True).) Copy values into the parameter "
-                    "instead, or delete this wrapper and wrap the module again after swap_tensors; "
-                    "after replicate(), replicate a copy of the module"
+                    f"{where()}: torch.utils.swap_tensors replaced the tensor of parameter "
+                    f"{self._bucketed[param]!r} after the module was wrapped, so its gradient "
+                    "would not be averaged. .to() calls swap_tensors for tensor subclasses; .to() "
+                    "and load_state_dict() also call it after "
+                    "torch.__future__.set_swap_module_params_on_conversion(True). Copy values into "
+                    "the parameter instead, or delete this wrapper and wrap the module again after "
+                    "swap_tensors. After replicate(), replicate a copy of the module"
                 )
         self.swaps_seen = swaps[0]
 
@@ -445,7 +445,7 @@ class ModuleParameters:
         advice = f"{error.advice} {TRAIN_THE_SAME}".lstrip()
         verify_same(description, self._group, params[0][1].device, where, advice)
         raise RuntimeError(
-            f"{where}: another rank has reduced something else at the same time: call the wrapped "
+            f"{where}: another rank reduced different gradients at the same time. Call the wrapped "
             "modules in the same order on all ranks"
         )
 

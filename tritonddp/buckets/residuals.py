@@ -156,14 +156,13 @@ def check_state(params: Iterable[tuple[str, Tensor]], states: Sequence[Mapping[s
         for _, saved in _saved(states, name):
             if saved.shape != param.shape:
                 raise ValueError(
-                    f"the state has residuals of shape {tuple(saved.shape)} for {name!r}, which "
-                    f"is of shape {tuple(param.shape)}: load the state of a run with the same "
-                    "model"
+                    f"the state has residuals of shape {tuple(saved.shape)} for {name!r}, whose "
+                    f"shape is {tuple(param.shape)}. Load the state of a run with the same model"
                 )
             if not saved.isfinite().all():
                 raise ValueError(
-                    f"the state has residuals for {name!r} that are not finite, and would stay "
-                    "in its gradients: load another state"
+                    f"the state has non-finite residuals for {name!r}, which would corrupt its "
+                    "gradients permanently. Load another state"
                 )
 
 

@@ -160,8 +160,7 @@ class CommHook:
             limit = None if timeout is None else timeout.total_seconds()
             if not ended.wait(limit):
                 raise TimeoutError(
-                    "the future that it returned was not completed within the process group's "
-                    f"timeout of {limit:g} s"
+                    f"its future did not complete within the process group's timeout of {limit:g} s"
                 )
         return result_of(future.wait(), buffer)
 
@@ -193,7 +192,7 @@ class CommHook:
         except RuntimeError as error:
             raise ExchangeError(
                 f"buckets up to {calls[-1].bucket.title}",
-                "all-reduce of their flags, behind the communication hooks",
+                "all-reduce of their flags, after the communication hooks",
             ) from self._failure or error
         sizes = [call.trailer.numel() for call in calls]
         *trailers, broken = message.split_with_sizes([*sizes, len(calls)])

@@ -88,18 +88,18 @@ def result_of(value: Any, buffer: Tensor) -> Tensor:
     result = value[0] if isinstance(value, list | tuple) and value else value
     if not isinstance(result, Tensor):
         raise TypeError(
-            "the future that a communication hook returns should hold a tensor, or a list with "
-            f"one, but holds {type(value).__name__}"
+            "the future of a communication hook should hold a tensor, or a list with one tensor, "
+            f"but holds {type(value).__name__}"
         )
     if not result.is_floating_point():  # the copy would drop imaginary parts, or round
         raise TypeError(
-            "the future that a communication hook returns should hold a tensor of floating point, "
-            f"like the bucket's buffer, which is {buffer.dtype}, but holds one of {result.dtype}"
+            "the future of a communication hook should hold a floating-point tensor like the "
+            f"bucket's buffer ({buffer.dtype}), but holds {result.dtype}"
         )
     if result.numel() != buffer.numel():
         raise ValueError(
-            "the future that a communication hook returns should hold a tensor like the bucket's "
-            f"buffer, of {buffer.numel()} elements, but holds one of shape {tuple(result.shape)}"
+            f"the future of a communication hook should hold {buffer.numel()} elements like the "
+            f"bucket's buffer, but its shape is {tuple(result.shape)}"
         )
     return result.resolve_neg()
 

@@ -154,7 +154,7 @@ class Reduction:
             self.bucket_set.renew_spans()
         if self._is_logged:
             logger.debug(
-                "%s: a reduction begins: %s, %s, hash of its parameters %s, buckets left out: %s",
+                "%s: reduction starts: %s, %s, parameter hash %s, skipped buckets: %s",
                 self.where,
                 self.source.words,
                 "no weight" if weight is None else f"weight {weight.items:g}",
@@ -531,13 +531,13 @@ class Reduction:
         if self.bucket_set.averages:
             self._log(bucket, "is sent with NaN" if is_broken else "is sent")
         else:
-            self._log(bucket, "goes to the communication hook" + " with zeros" * is_broken)
+            self._log(bucket, "is passed to the communication hook" + " with zeros" * is_broken)
 
     def _log_wait(self, bucket: Bucket) -> None:
         # On a GPU the host continues before the sum is ready.
-        here = "is reduced" if bucket.flat.data.is_cpu else "is waited for by the device"
+        here = "is reduced" if bucket.flat.data.is_cpu else "is awaited by the device"
         averages = self.bucket_set.averages
-        self._log(bucket, here if averages else "is back from the communication hook")
+        self._log(bucket, here if averages else "has returned from the communication hook")
 
     def _log(self, bucket: Bucket, what: str) -> None:
         logger.debug("%s, %s: %s, %d bytes", self.where, bucket.title, what, bucket.nbytes)

@@ -66,18 +66,18 @@ class TransportChoice:
                 registering(group, device)
             if compression is not None:
                 raise ValueError(
-                    "transport='registered_memory' is for buckets that NCCL sums, and "
-                    "compression has them summed otherwise: leave one of them out"
+                    "transport='registered_memory' and compression are mutually exclusive: with "
+                    "compression NCCL does not sum the buckets. Remove one of them"
                 )
         if transport == _PEER_MEMORY and not is_on_cpu:
             raise ValueError(
-                "transport='peer_memory' needs parameters on the CPU; on GPUs NCCL does the same: "
-                "use 'auto' or 'registered_memory'"
+                "transport='peer_memory' requires parameters on the CPU. On GPUs NCCL uses peer "
+                "memory itself. Use 'auto' or 'registered_memory'"
             )
         if transport == _PEER_MEMORY and group.size() > 1 and not Group(group).sends_messages:
             raise ValueError(
-                "transport='peer_memory' needs a process group of gloo, without "
-                f"TORCH_DISTRIBUTED_DEBUG=DETAIL, but the group is {group.name()}: use 'auto'"
+                "transport='peer_memory' requires a gloo process group without "
+                f"TORCH_DISTRIBUTED_DEBUG=DETAIL, but the group is {group.name()}. Use 'auto'"
             )
         return cls(
             is_registered=transport == _REGISTERED,

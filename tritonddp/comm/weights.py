@@ -85,8 +85,8 @@ class Weights(HeaderField):
                 for rank, each in whole.items()
             }
             raise Disagreement(
-                f"the mean is weighted on some ranks only: {in_words(words)}. Run the backward "
-                "inside weighted(n) on every rank or on none"
+                f"only some ranks use a weighted mean: {in_words(words)}. Run the backward inside "
+                "weighted(n) on all ranks or on none"
             )
 
     def read(self, values: Mapping[int, float]) -> None:

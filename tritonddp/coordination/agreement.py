@@ -38,14 +38,14 @@ class GradSource(enum.IntEnum):
         return self
 
     FORWARD = 0, "the first backward through a forward"
-    AGAIN = 1, "one more backward through a forward that it has reduced before"
+    AGAIN = 1, "another backward through a forward that was already reduced"
     ELSEWHERE = 2, "another backward"  # may match either of the two above
-    BROKEN = 3, "a backward that broke off"
+    BROKEN = 3, "a failed backward"
     REQUEST = 4, "reduce_gradients() of accumulated gradients"
-    JOINED = 5, "nothing, as it has run out of inputs"
-    SKIPPED = 6, "nothing, as no backward has followed a forward inside join()"
+    JOINED = 5, "nothing, because it has no more inputs"
+    SKIPPED = 6, "nothing, because no backward followed a forward inside join()"
     GIVEN = 7, "gradients of reduce_gradients() or of torch.distributed.autograd"
-    CHANGED = 8, "a forward that finds other parameters in the module"
+    CHANGED = 8, "a forward that found changed parameters in the module"
 
     @property
     def is_backward(self) -> bool:
@@ -156,9 +156,9 @@ class _Source(HeaderField):
         others = {*whole.values()} - {GradSource.ELSEWHERE}
         if differ(whole) and others not in ({GradSource.FORWARD}, {GradSource.AGAIN}):
             raise Disagreement(
-                "the ranks are at different places of their programs: "
-                f"{in_words({rank: each.words for rank, each in whole.items()})}. Every rank "
-                "must make the same reduced backwards: put those that only some ranks make under "
+                "the ranks have diverged: "
+                f"{in_words({rank: each.words for rank, each in whole.items()})}. All ranks must "
+                "run the same reduced backwards. If only some ranks need a backward, run it inside "
                 "no_sync()"
             )
 
@@ -312,8 +312,8 @@ class Agreement:
             if not self._is_alone:
                 self._is_alone = True
                 logger.warning(
-                    "%s: nothing came from any other rank: this process group (%s) exchanges "
-                    "no data, and gradients are not averaged",
+                    "%s: no data was received from any other rank. This process group (%s) "
+                    "exchanges no data, so gradients are not averaged",
                     where,
                     group_backend(self.group.process_group),
                 )
@@ -335,7 +335,7 @@ class Agreement:
         self.all_broke_off = len(broken) == size
         if broken and sources[rank] is not GradSource.BROKEN:
             logger.warning(
-                "%s: the backward of %s broke off: gradients are NaN in this step",
+                "%s: the backward of %s failed. Gradients are NaN in this step",
                 where,
                 " and ".join(broken),
             )
@@ -355,7 +355,9 @@ class Agreement:
         size = self.size
         silent = [f"rank {r}" for r in ranks if not any(found[r * size : (r + 1) * size])]
         what = (
-            f"nothing came from {' and '.join(silent)}" if silent else "what came holds no headers"
+            f"no data was received from {' and '.join(silent)}"
+            if silent
+            else "the received data contains no headers"
         )
         try:
             content = bytes(map(int, found))
@@ -370,10 +372,9 @@ class Agreement:
         if not self._has_heard:
             raise SchemaMismatch
         raise Unmatched(
-            f"{what}. Another "
-            "collective of the program has run in the place of this bucket: its order among "
-            "the buckets is not the same on all ranks. That is so where layers make "
-            "collectives in the backward, and some ranks leave a parameter unused. Give your "
-            "collectives a process group of their own (torch.distributed.new_group), or pass "
-            "find_unused_parameters=True, as with stock DDP, and restart"
+            f"{what}. Another collective of the program was matched with this bucket, because the "
+            "order of collectives differs between ranks. This happens if layers run collectives in "
+            "the backward and some ranks do not use a parameter. Use a separate process group for "
+            "your collectives (torch.distributed.new_group), or pass find_unused_parameters=True "
+            "as with stock DDP, and restart"
         )

@@ -57,24 +57,24 @@ _SENTENCES = {
     "at end": "{ranks} {have} ended without an exception.",
     "ended": "{ranks} ({what}) {have} ended.",
     "stopped": "{ranks} ({what}) is stopped, by a signal or a debugger.",
-    "": "{ranks} ({what}) {have} not reported: {each} ended, is stuck elsewhere, or made fewer "
+    "": "{ranks} ({what}) {have} not reported: {each} ended, is stuck elsewhere, or ran fewer "
     "backwards.",
-    "runs": "{ranks} ({what}) runs but has not reported: it computes, is stuck elsewhere, just "
-    "ends, or made fewer backwards.",
-    "not begun": "{ranks} {have} not reported, nor begun to wrap a module: {each} ended, or is "
-    "stuck before.",
-    "silent": "{ranks} {have} not reported: {each} ended, is stuck elsewhere, or made fewer "
+    "runs": "{ranks} ({what}) is running but has not reported: it is computing, is stuck "
+    "elsewhere, is about to exit, or ran fewer backwards.",
+    "not begun": "{ranks} {have} not reported and not yet wrapped a module: {each} ended, or is "
+    "stuck before wrapping.",
+    "silent": "{ranks} {have} not reported: {each} ended, is stuck elsewhere, or ran fewer "
     "backwards.",
-    "not asked": "Nothing is known of {ranks}.",
-    "earlier": "{ranks} {have} not reported this failure, only an earlier one at {what}.",
-    "elsewhere": "{ranks} failed elsewhere: at {what}.",
+    "not asked": "The state of {ranks} is unknown.",
+    "earlier": "{ranks} {have} reported only an earlier failure at {what}.",
+    "elsewhere": "{ranks} failed at a different place: {what}.",
     "here": "{ranks} failed at the same place.",
 }
 
 _REMEDY = (
-    "Look first at the log of the rank that ended, failed first or has not reported; "
-    "TORCH_DISTRIBUTED_DEBUG=DETAIL finds collectives that differ between ranks, and if a rank was "
-    "only slow, give init_process_group or new_group a longer timeout."
+    "First check the log of the rank that ended, failed first or has not reported. "
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL finds collectives that differ between ranks. If a rank was "
+    "only slow, pass a longer timeout to init_process_group or new_group."
 )
 
 # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares collectives before they are launched. Its error
@@ -88,26 +88,27 @@ _COLLECTIVE = re.compile(
 )
 
 _MADE = (
-    "{ranks} {have} made {number} {fewer} reduced backwards than this rank ({made}, this rank "
+    "{ranks} {have} run {number} {fewer} reduced backwards than this rank ({made}; this rank: "
     "{own})."
 )
 
 _UNEVEN_REMEDY = (
-    "If a rank has fewer batches than the others, put the training loop into `with model.join():`. "
-    "A rank that skips a batch has to make its backward too, of a loss times zero for example."
+    "If a rank has fewer batches than the others, run the training loop inside `with "
+    "model.join():`. A rank that skips a batch must still run a backward, for example of a loss "
+    "multiplied by zero."
 )
 
 _THREADS = (
-    "Another thread of this process waits for other ranks too: {threads}. If both use one process "
-    "group, their collectives are not in the same order on all ranks: give that thread a group of "
-    "its own (torch.distributed.new_group)."
+    "Another thread of this process also waits for other ranks: {threads}. If both threads use one "
+    "process group, the order of collectives differs between ranks. Use a separate process group "
+    "in that thread (torch.distributed.new_group)."
 )
 
 _MISMATCH_REMEDY = (
-    "The ranks are not at the same collective, or not of the same size: build the same module with "
-    "the same options on every rank (init_sync=True compares them), call wrapped modules in the "
-    "same order, and make the same reduced backwards. At level DEBUG the logger tritonddp tells "
-    "the buckets of each rank, and when each of them is sent."
+    "The ranks run different collectives, or collectives of different sizes. Build the same module "
+    "with the same options on every rank (init_sync=True compares them), call wrapped modules in "
+    "the same order, and run the same reduced backwards. At level DEBUG the logger tritonddp shows "
+    "the buckets of each rank and when they are sent."
 )
 
 
@@ -134,7 +135,7 @@ class FailureReport:
     at_end: set[int] = dataclasses.field(default_factory=set)  # ranks that reported AT_END
     threads: list[str] = dataclasses.field(default_factory=list)  # others that wait for ranks
     # Why the posts are incomplete; an empty string after a complete exchange.
-    trouble: str = f"it did not answer in {_LIMIT:g} s"
+    trouble: str = f"it did not respond within {_LIMIT:g} s"
 
     @property
     def title(self) -> str:
@@ -157,9 +158,8 @@ class FailureReport:
         """Return all known facts, and the remedy."""
         if store_of(self.group) is None:
             answers = [
-                "Which rank is missing is not known: this process group, a "
-                f"{type(self.group).__name__}, has no store in which the ranks could tell where "
-                "they are."
+                f"The missing rank is unknown: this process group ({type(self.group).__name__}) "
+                "has no store in which ranks could report their state."
             ]
         else:
             answers = self._answers()
@@ -261,8 +261,8 @@ class FailureReport:
         lines = []
         if self.trouble:
             lines.append(
-                f"The process group's store could not be asked ({self.trouble}): its host, global "
-                "rank 0 or the launcher, may have ended."
+                f"The process group's store could not be read ({self.trouble}). Its host (global "
+                "rank 0 or the launcher) may have ended."
             )
         for found, what in sorted(words, key=lambda each: order.index(each[0])):
             ranks = words[found, what]

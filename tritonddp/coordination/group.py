@@ -65,9 +65,9 @@ class _Interrupted:
     def drain(self) -> NoReturn:
         """Raise a RuntimeError."""
         raise RuntimeError(
-            f"rank {self._rank}: Ctrl-C (KeyboardInterrupt) came in the midst of an exchange with "
-            "the other ranks, and nobody can know how far it had come: this process group cannot "
-            "be used any more. Start the processes of all ranks again, from a checkpoint"
+            f"rank {self._rank}: KeyboardInterrupt (Ctrl-C) during a collective left this process "
+            "group in an undefined state, so it cannot be used any more. Restart the processes of "
+            "all ranks from a checkpoint"
         )
 
     abandon = drain
@@ -381,10 +381,11 @@ class Group:
         """
         if self._shared.is_inherited:
             raise RuntimeError(
-                f"process {os.getpid()} was forked from rank {self.rank} of a process group, and "
-                "is no rank of it: the other ranks would take its messages for those of that rank. "
-                "Here use the bare module (ddp.module), whose gradients are not averaged; start "
-                "processes that shall be ranks with torchrun or the start method 'spawn'"
+                f"process {os.getpid()} was forked from rank {self.rank} of a process group and is "
+                "not a rank: the other ranks would mistake its messages for those of rank "
+                f"{self.rank}. In this process use the bare module (ddp.module), whose gradients "
+                "are not averaged. Start processes that should be ranks with torchrun or the start "
+                "method 'spawn'"
             )
 
 

@@ -66,9 +66,9 @@ def refuse_read_only(named: Iterable[tuple[str, Tensor]]) -> None:
         else:
             continue
         raise NotImplementedError(
-            f"{name!r} is {kind}, and cannot be overwritten by that of rank 0: make it a dense "
-            "tensor, or list it in module._ddp_params_and_buffers_to_ignore, so that each rank "
-            "keeps its own"
+            f"{name!r} is {kind} and cannot be overwritten with the tensor of rank 0. Make it a "
+            "dense tensor, or add it to module._ddp_params_and_buffers_to_ignore, so that each "
+            "rank keeps its local tensor"
         )
 
 
@@ -87,8 +87,8 @@ def plain_tensors(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor
         elif (kind := type(tensor).__name__) not in _left_alone:
             _left_alone.add(kind)
             logger.warning(
-                "%r is a %s, which has no __tensor_flatten__: each rank keeps its own values of "
-                "such tensors, and they are not compared. Load the same ones on all ranks",
+                "%r is a %s without __tensor_flatten__. Each rank keeps its local values of such "
+                "tensors, and they are not compared. Load the same values on all ranks",
                 *(name, kind),
             )
     return found
@@ -153,7 +153,7 @@ def verify_same(
     message = json.dumps(description).encode()
     digest = hashlib.sha256(message).digest() + len(message).to_bytes(8, "little")
     place = where or f"rank {group.rank}, wrapping"
-    with group.guard(place, "comparison of what the ranks hold"):
+    with group.guard(place, "comparison of the models of all ranks"):
         # First this rank's number, and random bytes, which differ on every rank.
         sent = group.rank.to_bytes(8, "little") + os.urandom(8) + digest
         gathered = all_gather_bytes(sent, len(sent), group, device)
@@ -162,17 +162,17 @@ def verify_same(
     is_exchanged = len(set(gathered)) > 1  # torch's fake backend returns each rank its own message
     if is_exchanged and ranks != wanted:
         raise RuntimeError(
-            f"{place}: the ranks of this process group call themselves {ranks}, but should be "
-            f"{wanted}: a group written in Python has to override getRank(), or to pass its rank "
+            f"{place}: the ranks of this process group report the numbers {ranks}, but should "
+            f"report {wanted}. A group written in Python must override getRank(), or pass its rank "
             "to ProcessGroup.__init__()"
         )
     digests = [each[16:] for each in gathered]
     if all(other == digests[0] for other in digests):
         return
     longest = max(int.from_bytes(other[-8:], "little") for other in digests)
-    with group.guard(place, "comparison of what the ranks hold"):
+    with group.guard(place, "comparison of the models of all ranks"):
         if longest > _LARGEST:  # the same on every rank
-            raise RuntimeError(f"a rank announces a description of {longest} bytes")
+            raise RuntimeError(f"the description of a rank is too long: {longest} bytes")
         messages = all_gather_bytes(message, longest, group, device)
     descriptions = [json.loads(other.rstrip(b"\0")) for other in messages]
     if all("error" in each["option"] for each in descriptions):
@@ -207,14 +207,14 @@ def _difference(descriptions: Sequence[dict[str, dict[str, str]]]) -> str:
             theirs = other[kind]
             if list(items) != list(theirs) and items == theirs:
                 lines.append(
-                    f"  rank {rank} has the {kind}s of rank 0 in another order: "
+                    f"  rank {rank} has the same {kind}s as rank 0 in a different order: "
                     f"{', '.join(theirs)} instead of {', '.join(items)}"
                 )
             for name in {**items, **theirs}:
                 if items.get(name) != theirs.get(name):
                     lines.append(
-                        f"  {kind} {name!r}: rank 0 has {items.get(name, 'none of this name')}, "
-                        f"rank {rank} has {theirs.get(name, 'none of this name')}"
+                        f"  {kind} {name!r}: rank 0 has {items.get(name, 'none with this name')}, "
+                        f"rank {rank} has {theirs.get(name, 'none with this name')}"
                     )
     lines.sort(key=lambda line: "  option 'error'" not in line)  # it explains the other lines
     if len(lines) > _SHOWN:

@@ -97,8 +97,8 @@ class DeviceTables:
         for slot, offset in enumerate(layout.offsets):
             if offset % ALIGNMENT:
                 raise ValueError(
-                    f"slot {slot} begins at element {offset} of the buffer, which is no multiple "
-                    f"of {ALIGNMENT}: make the layout with alignment={ALIGNMENT}"
+                    f"slot {slot} starts at element {offset} of the buffer, which is not a "
+                    f"multiple of {ALIGNMENT}. Create the layout with alignment={ALIGNMENT}"
                 )
         self.block = block
         self.chunks = uploaded(self._rows(flat, block), device)
@@ -205,10 +205,10 @@ class DeviceTables:
         dtype = present[0].dtype if present else None
         slots = self._slots
         if len(addresses) != slots:
-            raise ValueError(f"the buffer has {slots} slots, but {len(addresses)} gradients came")
+            raise ValueError(f"the buffer has {slots} slots, but got {len(addresses)} gradients")
         used = self.used if used is None else list(used)
         if len(used) != slots:
-            raise ValueError(f"the buffer has {slots} slots, but {len(used)} flags came")
+            raise ValueError(f"the buffer has {slots} slots, but got {len(used)} flags")
         if headers is None:
             headers = self.headers
         elif (headers or b"") == self.headers:
@@ -308,11 +308,11 @@ class DeviceTables:
                 continue
             if grad.dtype is not dtype:
                 raise TypeError(
-                    f"the gradient in slot {slot} is {grad.dtype}, but those before it are "
-                    f"{dtype}: give gradients of different dtypes buffers of their own"
+                    f"the gradient in slot {slot} is {grad.dtype}, but the previous gradients are "
+                    f"{dtype}. Use separate buffers for gradients of different dtypes"
                 )
             if grad.device != self._device:
                 raise TypeError(
                     f"the gradient in slot {slot} is on {grad.device}, but its buffer is on "
-                    f"{self._device}: move the parameter or the buffer"
+                    f"{self._device}. Move the parameter or the buffer"
                 )

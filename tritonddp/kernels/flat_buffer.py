@@ -116,7 +116,7 @@ class Layout:
         """
         if len(headers) != self.headers:
             raise ValueError(
-                f"the buffer has room for {self.headers} headers, but {len(headers)} came"
+                f"the buffer has room for {self.headers} headers, but got {len(headers)}"
             )
         try:
             return bytes(headers)
@@ -277,7 +277,7 @@ class FlatBuffer:
         own_headers = self.layout.encode_headers(headers)
         slots = len(self.layout.numels)
         if len(used) != slots:
-            raise ValueError(f"the buffer has {slots} slots, but {len(used)} flags came")
+            raise ValueError(f"the buffer has {slots} slots, but got {len(used)} flags")
         # From bytes, since torch.tensor takes 0.1 us per flag. From a bytearray, since torch warns
         # about read-only memory. torch.frombuffer rejects an empty one.
         content = bytearray(used) + own_headers

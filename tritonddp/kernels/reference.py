@@ -95,7 +95,9 @@ def flatten(
         else:
             if batched.line is not None and batched.line.numel() != batched.numel:
                 flat.batched = None  # torch has resized it, with only a warning
-                raise RuntimeError("a gradient is not of the size that the buffer was made for")
+                raise RuntimeError(
+                    "the size of a gradient differs from the size in the buffer layout"
+                )
             batched.payload.mul_(batched.factor)
             return
     source = wire
@@ -115,7 +117,9 @@ def flatten(
                 # With two zero-dim operands, torch would promote the dtype.
                 torch.mul(grad, batched.factor if grad.dim() else scale, out=view)
             else:  # torch would resize the view
-                raise RuntimeError("a gradient is not of the size that the buffer was made for")
+                raise RuntimeError(
+                    "the size of a gradient differs from the size in the buffer layout"
+                )
     if not flat.is_part:
         flat.trailer.copy_(flat.encoded)  # type: ignore[arg-type]
 
@@ -209,7 +213,7 @@ def _flatten_cast(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: float
 def _scale_and_cast(view: Tensor, grad: Tensor, scale: float) -> None:
     """Scale and cast a gradient whose dtype is the compute dtype."""
     if grad.shape != view.shape:  # torch would resize or broadcast
-        raise RuntimeError("a gradient is not of the size that the buffer was made for")
+        raise RuntimeError("the size of a gradient differs from the size in the buffer layout")
     if grad.numel() <= _CAST or grad.stride() != view.stride():
         torch.mul(grad, scale, out=view)
         return
@@ -293,4 +297,4 @@ def _unflatten_scaled(grads: Sequence[Tensor], views: Sequence[Tensor], factor: 
         elif grad.shape == view.shape:
             torch.mul(view, factor, out=grad)
         else:  # torch would resize the gradient
-            raise RuntimeError("a gradient is not of the size that the buffer was made for")
+            raise RuntimeError("the size of a gradient differs from the size in the buffer layout")

@@ -237,8 +237,8 @@ class AutogradDriver:
         if getattr(sys.modules.get(COMPILED_AUTOGRAD), IN_COMPILED_AUTOGRAD, False):
             raise RuntimeError(
                 f"{self.where()}: Compiled autograd is not compatible with tritonddp, whose hooks "
-                "need autograd's own engine: leave torch._dynamo.config.compiled_autograd at "
-                "False. torch.compile does not need it to compile a forward."
+                "require the autograd engine. Keep torch._dynamo.config.compiled_autograd=False. "
+                "torch.compile does not need it to compile a forward."
             )
         bypasses_forward = forward is None and not self.forwards.was_local
         source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)
@@ -276,8 +276,9 @@ class AutogradDriver:
             if self.backward is former and former.phase is WAITING and not former.is_unfinalized:
                 raise RuntimeError(
                     f"{former.where}: a communication hook, a signal handler or another thread "
-                    "runs a backward through the module, while gradients of its last backward are "
-                    "reduced: run it after backward(), or use torch.autograd.grad"
+                    "started a backward through the module while the gradients of its last "
+                    "backward were being reduced. Run it after backward(), or use "
+                    "torch.autograd.grad"
                 )
         if not self._catch_up(current_graph_task_id()):
             return None
@@ -296,9 +297,9 @@ class AutogradDriver:
             return
         if self.forwards.by_call and not forward.syncs:
             raise RuntimeError(
-                f"{backward.where}: this backward goes through a forward inside no_sync(), after "
-                "a gradient that goes through none and is averaged: run both the forward and the "
-                "backward inside no_sync(), or outside"
+                f"{backward.where}: this backward reached a forward inside no_sync() after a "
+                "gradient that bypassed all forwards and is averaged. Run both the forward and the "
+                "backward inside no_sync(), or both outside"
             )
         forward.reach()
 
@@ -417,8 +418,9 @@ class AutogradDriver:
         ended = self.forwards.ended_inside
         if ended and ended == outer_call(self.manager.current.is_on_gpu):
             raise RuntimeError(
-                f"{self.where()}: a gradient became ready again after all were averaged at the end "
-                "of an inner backward: use torch.utils.checkpoint with use_reentrant=False"
+                f"{self.where()}: a gradient became ready again after all gradients were averaged "
+                "at the end of an inner backward. Use torch.utils.checkpoint with "
+                "use_reentrant=False"
             )
         if self.manager.current.is_on_gpu and is_capturing():
             capture.begin(self.reducer, self.tracker.gradients.streams, (), is_reduced=False)
@@ -696,9 +698,9 @@ class AutogradDriver:
         Raises:
             RuntimeError: gradients cannot be ``what`` now.
         """
-        message = f"gradients are not {what} in a replay: do it without a graph"
+        message = f"gradients cannot be {what} in a replay. Do this without a graph"
         capture.refuse(self.manager.current, self.where(), message)
-        problem = f"gradients cannot be {what} while a backward runs: wait for its end"
+        problem = f"gradients cannot be {what} while a backward is running. Wait for its end"
         self.flush_outside_backward(problem, reduces=True)
 
     def reduce_accumulated(self) -> None:

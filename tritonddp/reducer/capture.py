@@ -54,33 +54,37 @@ def _problem(
     manager, sync = reducer.manager, reducer.sync
     if not is_reduced:
         return (
-            "a backward under no_sync accumulates, and the host does not notice its replays: "
-            "capture reduced backwards only, or run the accumulating ones without a graph"
+            "a backward inside no_sync() accumulates gradients, and the host does not notice its "
+            "replays. Capture only reduced backwards, or run the accumulating backwards without a "
+            "graph"
         )
     if manager.is_provisional:
         return (
-            "no backward has been reduced since the module was wrapped: run one step, forward and "
-            "backward, on a side stream before"
+            "no backward has been reduced since the module was wrapped. Run one eager step "
+            "(forward and backward) on a side stream before the capture"
         )
     if any(map(is_default, streams)) and not moves_nodes_into_captures():
         return (
-            "autograd accumulates gradients on the stream that the module was wrapped on, here the "
-            "default one, which cannot be captured: wrap it on a side stream, inside "
-            "`with torch.cuda.stream(torch.cuda.Stream())`"
+            "autograd accumulates gradients on the stream on which the module was wrapped. This is "
+            "the default stream, which cannot be captured. Wrap the module on a side stream, "
+            "inside `with torch.cuda.stream(torch.cuda.Stream())`"
         )
     if not all(expected):
         pairs = zip(manager.current.names, expected, strict=True)
         names = [name for name, comes in pairs if not comes]
         return (
-            f"the backward does not reach {listed(names)}. In each replay the host would have to "
-            "find out whether another rank has used them: use all parameters, or freeze them "
-            "(requires_grad_(False)) and run two steps before"
+            f"the backward does not use {listed(names)}. In each replay the host would have to "
+            "check whether another rank used them. Use all parameters, or freeze these "
+            "(requires_grad_(False)) and run two eager steps before the capture"
         )
     if sync.weight is not None:
-        return "all replays would use this n of weighted(n): run such backwards without a graph"
+        return "all replays would use the same n of weighted(n). Run such backwards without a graph"
     asks = [each.reads_device for each in reducer.events.extensions if each.reads_device]
     if any(bucket.storage.is_sparse for bucket in manager.current.buckets):
         asks.append("how many rows the sparse gradients have")
     if asks:
-        return f"the host has to learn from the device {asks[0]}: do without that, or use no graph"
+        return (
+            f"the host must read from the device {asks[0]}. Disable this feature, or do not use a "
+            "graph"
+        )
     return None

@@ -93,8 +93,8 @@ def _agree(
     if any(failed) and not has_failed:
         ranks = [str(rank) for rank, one in enumerate(failed) if one]
         raise RuntimeError(
-            f"{reducer.where()}: load_comm_state_dict() failed on rank {', '.join(ranks)}, and "
-            "nothing was loaded on any rank: see the error there"
+            f"{reducer.where()}: load_comm_state_dict() failed on rank {', '.join(ranks)}. Nothing "
+            "was loaded on any rank. See the error of that rank"
         )
     places = [int(number) for number in order if number >= 0]
     return keeps_order > 0, unit, places
@@ -102,26 +102,26 @@ def _agree(
 
 def _check(state: Any) -> None:
     """Raise a TypeError or a ValueError if ``comm_state_dict()`` cannot have returned ``state``."""
-    what = "load_comm_state_dict() takes what comm_state_dict() returned"
+    what = "load_comm_state_dict() expects a state from comm_state_dict()"
     if not isinstance(state, Mapping):
         raise TypeError(f"{what}, got {state!r}")
     order = state.get("bucket_order")
     if not isinstance(order, list) or not all(isinstance(each, str) for each in order):
-        raise TypeError(f"{what}, but 'bucket_order' is no list of str: {order!r}")
+        raise TypeError(f"{what}, but 'bucket_order' is not a list of str: {order!r}")
     if len(set(order)) < len(order):
         raise ValueError(f"{what}, but 'bucket_order' names a parameter twice: {order!r}")
     if not isinstance(state.get("keeps_order", False), bool):  # older states lack it
         raise TypeError(f"{what}, but 'keeps_order' is neither True nor False")
     unit = state.get("weight_unit")
     if isinstance(unit, bool) or not isinstance(unit, int | float):
-        raise TypeError(f"{what}, but 'weight_unit' is no number: {unit!r}")
+        raise TypeError(f"{what}, but 'weight_unit' is not a number: {unit!r}")
     if not math.ulp(0.0) <= unit < math.inf:
         raise ValueError(f"{what}, but 'weight_unit' is {unit!r}: out of range")
     for name in ("sent", "reduced"):
         kept = state.get(name, {})
         if not isinstance(kept, Mapping) or not all(map(_is_dense, kept.values())):
             raise TypeError(
-                f"{what}, but {name!r} is no dictionary of dense tensors of floating point"
+                f"{what}, but {name!r} is not a dictionary of dense floating-point tensors"
             )
 
 

@@ -37,7 +37,7 @@ class EarlierMeans(Extension):
         is_reduced: bool = False,
     ) -> None:
         self._params, self._option = params, option
-        self.reads_device = f"which gradients are reduced already ({option})"
+        self.reads_device = f"which gradients are already reduced ({option})"
         # No backward has added to the gradients since the last reduction.
         self.is_reduced = False
         if is_reduced:
@@ -62,11 +62,11 @@ class EarlierMeans(Extension):
             self._check(backward.where)
             if added := [name for name, param in means if param is backward.first_param]:
                 raise RuntimeError(
-                    f"{backward.where}: the gradient of {added[0]!r}, which this backward has made "
-                    "before it came to an output of the wrapped module, was added to one that is "
-                    f"reduced already, which {self._option} would have to keep apart: drop "
-                    "gradients by zero_grad(set_to_none=True) before it, and accumulate under "
-                    "no_sync()"
+                    f"{backward.where}: this backward computed the gradient of {added[0]!r} before "
+                    "it reached an output of the wrapped module, and autograd added it to a "
+                    f"gradient that is already reduced. {self._option} must keep the two separate. "
+                    "Call zero_grad(set_to_none=True) before the backward, and accumulate "
+                    "gradients inside no_sync()"
                 )
             self.set_aside(means)
         else:
@@ -127,10 +127,10 @@ class EarlierMeans(Extension):
         if self._mixed:
             names = listed([name for name, _ in self._mixed])
             raise LocalError(
-                f"{where}: {self._option} cannot reduce gradients of a local backward that were "
-                f"added to gradients which are reduced already: of {names}. Drop those before the "
-                "first backward under no_sync() (zero_grad() of the module; that of an optimizer "
-                "leaves out what it does not train), or reduce all backwards"
+                f"{where}: {self._option} cannot reduce the gradients of {names}: a local backward "
+                "added them to gradients that are already reduced. Call zero_grad() of the module "
+                "before the first backward inside no_sync(), or reduce all backwards. zero_grad() "
+                "of an optimizer skips parameters that it does not train"
             )
 
 

@@ -146,9 +146,10 @@ class Reducer:
         parameters, manager = self.parameters, self.manager
         self.group.recover()
         message = (
-            "parameters were added or unfrozen, on which the ranks have to agree: run one step"
+            "parameters were added or unfrozen, and the ranks must agree on them. Run one eager "
+            "step before the capture"
         )
-        capture.refuse(manager.current, self.where(), f"{message} without a graph before")
+        capture.refuse(manager.current, self.where(), message)
         parameters.register()
         manager.announce()
         # A backward is counted when it begins. A request is not counted.
@@ -196,9 +197,10 @@ class Reducer:
         others = [name for (name, p), each in pairs if not torch.equal(bytes_of(each), bytes_of(p))]
         if others:
             logger.warning(
-                "%s: %s, used before any forward of the module found them, had other values than "
-                "on rank %s, which all ranks have from now on. The gradients of this step are "
-                "those of the other values: make such values alike, by the same seed say",
+                "%s: %s were used before a forward of the module detected them, and their values "
+                "differed from those of rank %s, which all ranks use from now on. The gradients "
+                "of this step belong to the former values. Initialize such parameters identically "
+                "on all ranks, for example with the same seed",
                 *(self.where(), listed(others), self.sync.source_rank),
             )
 
@@ -211,18 +213,18 @@ class Reducer:
         capture.refuse(
             self.manager.current,
             self.where(),
-            "the last backward did not come to its end, and the other ranks wait for its remaining "
-            "buckets: run one step without a graph before",
+            "the previous backward failed on this rank and still owes buckets to the other ranks. "
+            "Run one eager step before the capture",
         )
         buckets = reduction.buckets
         unsent = {each.index for each in buckets[len(reduction.works) :]}
         unsent.difference_update(reduction.skipped)
         logger.warning(
-            "%s: the last backward did not come to its end%s",
+            "%s: the previous backward failed%s",
             self.where(),
             # If all buckets were sent, a communication hook may have failed.
-            f". On ranks whose backward went on gradients are NaN in this step in {len(unsent)} of "
-            f"{len(buckets)} buckets, which this rank had not sent"
+            f". On ranks whose backward continued, gradients are NaN in this step in {len(unsent)} "
+            f"of {len(buckets)} buckets, which this rank had not sent"
             if unsent
             else "",
         )
@@ -260,8 +262,8 @@ class Reducer:
         capture.refuse(
             self.manager.current,
             self.where(),
-            "this rank has no inputs, and a replay cannot take part in the reduction without them: "
-            "use join() without a graph",
+            "this rank has no inputs, and a replay cannot run the reduction without inputs. Use "
+            "join() without a graph",
         )
         self.check_pending()
         self.parameters.register()
@@ -337,7 +339,7 @@ class Reducer:
         """Return the means of ``gradients``, which belong to ``named``; identical on all ranks."""
         of_module, wire = self.parameters.sparse, self.manager.factory.wire
         if len(gradients) != len(named):
-            raise ValueError(f"{len(gradients)} gradients came for {len(named)} parameters")
+            raise ValueError(f"got {len(gradients)} gradients for {len(named)} parameters")
         for (name, param), gradient in zip(named, gradients, strict=True):
             if gradient is not None:
                 _check_gradient(name, param, gradient, param in of_module)
@@ -461,7 +463,7 @@ class Reducer:
             if self.manager.current.is_on_gpu and is_capturing():
                 # A step without a graph then finds the difference.
                 what = str(error) or "the ranks reduce different parameters"
-                message = f"{what}. Run one step without a graph before"
+                message = f"{what}. Run one eager step before the capture"
                 capture.refuse(self.manager.current, self.where(), message)
             self.raise_mismatch(error, None)
 
@@ -500,7 +502,7 @@ def _named(
     is_list = isinstance(params, Iterable) and not isinstance(params, Tensor)
     wanted: list[Any] = [*params] if is_list else [None]
     if not all(isinstance(p, Tensor) for p in wanted):
-        raise TypeError(f"params should be parameters, one or more, got {params!r}")
+        raise TypeError(f"params should be an iterable of parameters, got {params!r}")
     names = {param: name for name, param in named}
     return [(names.get(p, f"parameter {i}"), p) for i, p in enumerate(wanted)]
 
@@ -520,6 +522,6 @@ def _check_gradient(name: str, param: Tensor, gradient: Any, may_be_sparse: bool
     found = (tuple(gradient.shape), gradient.dtype, gradient.device, gradient.layout)
     if wanted != found:
         raise ValueError(
-            f"the gradient of {name!r} should be {' '.join(map(str, wanted))} like its parameter, "
+            f"the gradient of {name!r} should match its parameter, {' '.join(map(str, wanted))}, "
             f"but is {' '.join(map(str, found))}"
         )

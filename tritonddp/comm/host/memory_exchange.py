@@ -420,9 +420,9 @@ class MemoryExchange(WaitPoint):
         """
         theirs = peer.packed.get(self.seq)
         message = (
-            f"rank {peer.rank} reduces {'nothing' if theirs is None else _words(*theirs)}, and "
-            f"this rank {_words(*self.content)}: the ranks do not run the same backwards in the "
-            "same order"
+            f"rank {peer.rank} reduces {'nothing' if theirs is None else _words(*theirs)}, but "
+            f"this rank reduces {_words(*self.content)}. Run the same backwards in the same order "
+            "on all ranks"
         )
         if theirs is None or theirs[0] == ANY:
             raise PeerError(message)

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 # Environment variable; 0 disables this transport.
 _VARIABLE = "TRITONDDP_PEER_MEMORY"
 
-_AGREEMENT = "agreement to exchange through memory"
+_AGREEMENT = "agreement on shared memory"
 
 # Alignment of buckets in shared memory, in bytes.
 _ALIGNMENT = 4096
@@ -134,14 +134,14 @@ class PeerMemory:
         self.refusal = refusal
         self._transport.announce(None)
         current.reduce_by(self._transport)
-        message = f"{where}: gradients cannot go through memory of the host: {refusal.why}"
+        message = f"{where}: gradients cannot use shared memory of the host: {refusal.why}"
         if self._is_required:
             raise RuntimeError(
-                f"{message}. With transport='auto' they go through the process group"
+                f"{message}. Use transport='auto' to send them through the process group"
             )
         is_warning = refusal.is_failure and self._group.rank == 0
         level = logging.WARNING if is_warning else logging.DEBUG
-        logger.log(level, "%s. They go through the process group", message)
+        logger.log(level, "%s. They are sent through the process group", message)
 
     def _connect(self) -> Peers | Refusal:
         if self._group.peers is None:
@@ -158,19 +158,20 @@ class PeerMemory:
         ranks, has_line = len(peers.others) + 1, peers.has_line
         if any(bucket.wire.is_message for bucket in current.buckets) and not has_line:
             logger.warning(
-                "%s: compression costs time here: it quantizes gradients between the %d ranks of "
-                "one host, on the CPU. Without it they exchange gradients through memory",
+                "%s: compression slows this run down: it quantizes gradients on the CPU between "
+                "the %d ranks of one host. Without compression these ranks exchange gradients "
+                "through shared memory",
                 where,
                 ranks,
             )
         elif HostSums.of(peers).launched == 0:
             logger.info(
-                "%s: gradients go through memory that the %d ranks of %s share, not through the "
-                "process group%s; transport='process_group' or %s=0 changes that",
+                "%s: gradients are exchanged through shared memory of the %d ranks of %s instead "
+                "of the process group%s. Set transport='process_group' or %s=0 to change this",
                 where,
                 ranks,
                 "a host" if has_line else "this host",
-                ", but between hosts" if has_line else "",
+                ", except between hosts" if has_line else "",
                 _VARIABLE,
             )
 
@@ -236,7 +237,7 @@ class PeerMemory:
         try:
             point.hand_over(HANDED, memory)
         except OSError as error:
-            failure = f"memory cannot be handed over: {error}"
+            failure = f"the memory cannot be shared: {error}"
             # Send no descriptor, so that the other ranks do not hang.
             peers.say(HANDED, wrapper, 0, point.seq, memory.tensor.numel())
         point.wait_for(HANDED)

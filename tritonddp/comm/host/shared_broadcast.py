@@ -65,13 +65,13 @@ class _Point(WaitPoint):
             is_new = late.counts[kind, wrapper] > late.seen[wrapper]
             if kind == SHOWN and wrapper != own and layout == 0 and is_new:
                 raise PeerError(
-                    f"rank {late.rank} broadcasts the buffers of wrapper number {wrapper} in its "
-                    f"process group, and this rank those of number {own} in its process group: "
-                    "call wrapped modules in the same order on all ranks"
+                    f"rank {late.rank} broadcasts the buffers of wrapper {wrapper} of the process "
+                    f"group, but this rank broadcasts those of wrapper {own}. Call wrapped modules "
+                    "in the same order on all ranks"
                 )
         if late.counts[PACKED, ANY] > HostSums.of(self.peers).launched:
             raise PeerError(
-                f"rank {late.rank} reduces gradients already and has made no such broadcast: make "
+                f"rank {late.rank} already reduces gradients and did not run this broadcast. Run "
                 "the same forwards of the same wrapped modules, and the same optimizer steps, on "
                 "all ranks"
             )
@@ -195,7 +195,7 @@ class SharedBroadcast:
     def _refuse(self, part: Part, why: str) -> None:
         self._is_refused = True
         logger.warning(
-            "%s: no memory for buffers that the ranks of this host share: %s. They go through the "
+            "%s: no shared memory for buffers on this host: %s. The buffers are sent through the "
             "process group",
             part.where,
             why,
@@ -228,10 +228,10 @@ class SharedBroadcast:
         self._peers.flush()
         if not is_alike:
             raise RuntimeError(
-                f"{part.where}, broadcast of {part}: rank {source.rank} has other {part.kind}, of "
-                f"{nbytes} bytes: names, shapes or dtypes differ. Add, replace and resize them on "
-                "all ranks before the same forward or step (buffers, or wrap with "
-                "forward_sync_buffers=False)"
+                f"{part.where}, broadcast of {part}: the {part.kind} of rank {source.rank} "
+                f"({nbytes} bytes) have different names, shapes or dtypes. Add, replace and resize "
+                "them on all ranks before the same forward or step. Or, for buffers, wrap with "
+                "forward_sync_buffers=False"
             )
 
     def __del__(self) -> None:

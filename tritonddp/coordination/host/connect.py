@@ -88,8 +88,8 @@ def connect(group: Group, refusal: str = "") -> Neighbours | Refusal:
             first, *rest = hosts.values()
             for ranks in (each for each in rest if len(each) != len(first)):
                 return Refusal(
-                    f"all hosts need the same number of ranks of one user, but the host of rank "
-                    f"{first[0]} has {len(first)}, that of rank {ranks[0]} has {len(ranks)}"
+                    "all hosts need the same number of ranks of one user, but the host of rank "
+                    f"{first[0]} has {len(first)} and the host of rank {ranks[0]} has {len(ranks)}"
                 )
             if len(first) == 1:
                 return Refusal("no two ranks share a host and a user")
@@ -188,4 +188,4 @@ def _check_user(connection: socket.socket) -> None:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     _, uid, _ = struct.unpack("3i", credentials)
     if uid != os.geteuid():
-        raise PermissionError(f"a process of user {uid} has the socket of a rank")
+        raise PermissionError(f"the socket of a rank belongs to a process of user {uid}")

@@ -78,7 +78,7 @@ class Memory:
         access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
         address, nbytes = self.tensor.data_ptr(), self.tensor.nbytes
         if remap(address, nbytes, access, flags, self.descriptor, 0) != address:
-            raise OSError(ctypes.get_errno(), "memory of gradients cannot be made private")
+            raise OSError(ctypes.get_errno(), "the memory of gradients cannot be made private")
 
     def close_descriptor(self) -> None:
         """Close the descriptor, when no other rank needs to map the memory."""

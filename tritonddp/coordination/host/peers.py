@@ -271,7 +271,7 @@ class Peers:
         seconds = timeout.total_seconds() if timeout else _NO_TIMEOUT
         left = seconds - waited
         if left <= 0:
-            raise PeerError(f"rank {late.rank} did not reach this exchange within {seconds:g} s")
+            raise PeerError(f"rank {late.rank} did not reach this collective within {seconds:g} s")
         if left < _PATIENCE:
             self.poll(1000 * left)
 

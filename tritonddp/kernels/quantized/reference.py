@@ -129,7 +129,7 @@ def quantize(
     encoded = flat.layout.encode_headers(headers)
     if len(grads) != len(flat.layout.numels):
         raise ValueError(
-            f"the buffer has {len(flat.layout.numels)} slots, but {len(grads)} gradients came"
+            f"the buffer has {len(flat.layout.numels)} slots, but got {len(grads)} gradients"
         )
     sources = {
         slot: None if grad is None else grad.as_strided((grad.numel(),), (1,))

@@ -439,11 +439,10 @@ def _shared_views(reducers: Sequence[Ending]) -> RuntimeError | None:
             for name, param in zip(each.names, each.params, strict=True):
                 if param in names:
                     return RuntimeError(
-                        f"{reducers[0].where()}: this backward is reduced by two wrapped modules "
-                        f"that hold {names[param]!r} both, one of them with "
-                        "gradient_as_bucket_view=True: .grad is not the mean, as it would have to "
-                        "be a view of the buckets of both. Leave the option off, or make two "
-                        "backwards"
+                        f"{reducers[0].where()}: two wrapped modules that share {names[param]!r} "
+                        "reduce this backward, and one of them uses gradient_as_bucket_view=True. "
+                        ".grad is not the mean, because it cannot be a view of the buckets of both "
+                        "modules. Disable the option, or run two backwards"
                     )
                 names[param] = name
     return None

@@ -84,9 +84,9 @@ def accumulating_nodes(params: Sequence[Parameter]) -> list[Any]:
     for node, param in zip(nodes, params, strict=True):
         if getattr(node, "variable", None) is None:
             raise RuntimeError(
-                f"a parameter of shape {tuple(param.shape)} and type {type(param).__name__} "
-                f"accumulates no gradients (its autograd node is {node.name()}): it cannot be "
-                "synchronized"
+                f"a parameter of shape {tuple(param.shape)} and type {type(param).__name__} cannot "
+                "be synchronized: it does not accumulate gradients (its autograd node is "
+                f"{node.name()})"
             )
     return nodes
 

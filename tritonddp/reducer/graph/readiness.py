@@ -302,11 +302,11 @@ class ReadyTracker:
             bucket, _ = reduction.bucket_set.segments[self.segment_of[too_late[0]]]
             raise RuntimeError(
                 f"{reduction.where}: the gradient of {reduction.bucket_set.names[too_late[0]]!r} "
-                f"arrived after its bucket {bucket.index} had been flattened or left out. It comes "
-                "from an inner backward (torch.utils.checkpoint with use_reentrant=True), and in "
-                "earlier steps it did not, or the unused parameter was converted and back. From "
-                "the next step on such gradients are waited for; with use_reentrant=False they are "
-                "announced beforehand."
+                f"became ready after its bucket {bucket.index} had been flattened or skipped. "
+                "Either it comes from an inner backward (torch.utils.checkpoint with "
+                "use_reentrant=True) for the first time, or the unused parameter was converted to "
+                "another dtype or device and back. From the next step on tritonddp waits for such "
+                "gradients. With use_reentrant=False autograd announces them in advance."
             )
 
     def learn(self) -> None:
