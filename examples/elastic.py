@@ -25,8 +25,8 @@ On SIGTERM to any rank, or to torchrun, which forwards it, all ranks save after 
 exit successfully. The next run on the folder continues from there. ``slurm.sh`` is a job that may
 be preempted.
 
-``--kill-at`` and ``--kill-rank`` make a rank kill itself during a backward, in its first life, to
-demonstrate all this.
+``--kill-at`` and ``--kill-rank`` make a rank kill itself during a backward, before its first
+restart, to demonstrate all this.
 """
 
 from __future__ import annotations

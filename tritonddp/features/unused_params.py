@@ -36,9 +36,9 @@ def unused_error(where: str, rank: int, unused: Mapping[str, int]) -> str:
         f"{where} left {len(names)} parameters without a gradient: they were unused in producing "
         "the loss, which is an error with find_unused_parameters=False.",
         "Leave find_unused_parameters at its default, which detects unused parameters "
-        "automatically, or pass the keyword argument `find_unused_parameters=True`. If all "
-        "parameters should be used, make sure that all `forward` function outputs participate in "
-        "calculating loss.",
+        "automatically, or enable this by passing the keyword argument "
+        "`find_unused_parameters=True`. If all parameters should be used, make sure that all "
+        "`forward` function outputs participate in calculating loss.",
         f"Parameter indices which did not receive grad for rank {rank}: "
         f"{' '.join(map(str, sorted(unused.values())))}",
         f"Parameters which did not receive grad for rank {rank}: {', '.join(shown)}"
