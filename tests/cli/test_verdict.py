@@ -113,7 +113,7 @@ def test_the_sentence_names_the_difference_or_the_noise(
     assert ratio.is_slower is (is_different and value > 1)
     alone = replace(ratio, launches=1).sentence("stock", "ours")
     assert sentence.replace("launches differ", "one launch") in alone
-    assert ("Based on one launch: others" in alone) is ("yet" not in alone)
+    assert ("Based on one launch: other launches" in alone) is ("yet" not in alone)
 
 
 def test_json_has_no_infinities(tmp_path: Path) -> None:

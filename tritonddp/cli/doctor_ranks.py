@@ -245,7 +245,7 @@ def _wires(lines: Lines, given: float, backward: float) -> Iterator[str]:
     if not given:
         yield "For your model: tritonddp doctor --parameters N --backward-ms T."
     elif saved < _LEAST_SAVED * (backward + exposed["fp32"]):
-        yield f"Keep the default: others would save less than {_LEAST_SAVED:.0%} of a step."
+        yield f"Keep the default: other formats save less than {_LEAST_SAVED:.0%} of a step."
     else:
         text = f"Try {WIRES[best][0]}: it would save up to {as_time(saved)} per step"
         yield f"{text}, but it rounds gradients (docs/fewer-bytes.md)."

@@ -121,7 +121,7 @@ class Ratio:
     def sentence(self, first: str, second: str) -> str:
         """Return the verdict about the steps of contenders with these names."""
         away, interval = self.value - 1, f"{CONFIDENCE}: {self.interval}"
-        alone = "" if self.launches > 1 else " Based on one launch: others may differ by more."
+        alone = "" if self.launches > 1 else " Based on one launch: other launches may differ more."
         if self.is_different:
             return (
                 f"{second}'s steps take {self.value:.3f} of {first}'s time ({interval}): "
