@@ -117,7 +117,7 @@ def test_an_unfinished_backward_is_an_error_of_check_reducer_finalized() -> None
     net = DistributedDataParallel(Two())
 
     def check(_: Tensor) -> None:
-        with pytest.raises(RuntimeError, match=r"(?s)Expected to have finished.*still runs"):
+        with pytest.raises(RuntimeError, match=r"(?s)Expected to have finished.*is still running"):
             net._check_reducer_finalized()
         raise KeyError("an error of the program")
 
