@@ -74,7 +74,7 @@ evidence: $(VENV)/.demo-installed
 	@$(BIN)/python examples/failures/run.py $(ARGS)
 
 test: $(VENV)/.test-installed
-	@echo "Running the tests that are quick, of every room (minutes: many of them start processes) ..."
+	@echo "Running the quick tests of every room (minutes: many of them start processes) ..."
 	@$(BIN)/python -m pytest -m "not gpu and not thorough and not clients and not long" -n 2 --dist loadfile $(ARGS)
 
 test-all: $(VENV)/.test-installed
@@ -87,7 +87,7 @@ test-ci: $(VENV)/.test-installed
 	@$(BIN)/python -m pytest -m "not gpu and not thorough and not clients" -n 2 --dist loadfile $(ARGS)
 
 test-faults: $(VENV)/.test-installed
-	@echo "Playing all faults (two minutes) ..."
+	@echo "Running all faults (two minutes) ..."
 	@$(BIN)/python -m pytest tests/faults $(ARGS)
 
 # Sequential: each library starts processes for all cores.
@@ -106,7 +106,7 @@ lint: $(VENV)/.test-installed $(VENV)/.lint-installed
 	PATH="$(abspath $(BIN)):$$PATH" actionlint
 
 bench: $(VENV)/.test-installed
-	@echo "Running the benchmarks on the CPU (just under 10 minutes; let the machine do nothing else) ..."
+	@echo "Running the benchmarks on the CPU (just under 10 minutes; keep the machine idle) ..."
 	@timeout -k 10 588 $(BIN)/python benchmarks/bench.py $(ARGS)
 
 figures: $(VENV)/.test-installed
@@ -114,9 +114,9 @@ figures: $(VENV)/.test-installed
 
 # Check the revision first, because torchrun reports errors at great length.
 bench-compare: $(VENV)/.test-installed
-	@test -n "$(BASE)" || { echo "make: say what to compare with: make bench-compare BASE=<git revision>" >&2; exit 2; }
+	@test -n "$(BASE)" || { echo "make: BASE is missing: make bench-compare BASE=<git revision>" >&2; exit 2; }
 	@git rev-parse --quiet --verify --end-of-options "$(BASE)^{commit}" >/dev/null || { \
-	echo "make bench-compare: '$(BASE)' names no commit of this repository: try git log --oneline, or git fetch" >&2; exit 2; }
+	echo "make bench-compare: '$(BASE)' is not a commit of this repository: try git log --oneline, or git fetch" >&2; exit 2; }
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/step/compare.py --base "$(BASE)" $(ARGS)
 
 coverage: $(VENV)/.test-installed
@@ -125,14 +125,14 @@ coverage: $(VENV)/.test-installed
 	@$(BIN)/python tests/project/unreached.py $(ARGS)
 
 tests-of: $(VENV)/.test-installed
-	@test -n "$(AT)$(REFRESH)" || { echo "make: say which line: make tests-of AT=tritonddp/reducer/reducer.py:120" >&2; exit 2; }
+	@test -n "$(AT)$(REFRESH)" || { echo "make: AT is missing: make tests-of AT=tritonddp/reducer/reducer.py:120" >&2; exit 2; }
 	@$(PIP) "coverage>=7.13"
 	@$(BIN)/python tests/project/tests_of.py $(if $(REFRESH),--refresh) $(AT) $(ARGS)
 
 # No venv and no network: a machine with a GPU usually has the torch that fits its driver. Each part
 # has its own time limit; this one is a backstop.
 gpu:
-	@echo "A minute of tests, then steps beside stock's, kernels, and the other tests (under 10 minutes) ..."
+	@echo "Running a minute of tests, step times compared with stock DDP, kernels, and the other tests (under 10 minutes) ..."
 	@timeout -k 5 594 $(PYTHON) benchmarks/gpu/gpu.py $(ARGS)
 
 gpu-rehearsal: $(VENV)/.test-installed
@@ -169,7 +169,7 @@ check-tag:
 	echo "make check-tag: the tag is '$(TAG)', and tritonddp/__init__.py has version $$version, whose tag is v$$version" >&2; exit 2; }
 
 notebook: $(VENV)/.test-installed
-	@echo "Running the cells of examples/tour.ipynb (a minute; let the machine do nothing else) ..."
+	@echo "Running the cells of examples/tour.ipynb (a minute; keep the machine idle) ..."
 	@$(BIN)/python tests/project/tour.py
 
 clean:

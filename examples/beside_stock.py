@@ -1,10 +1,10 @@
-"""What the examples for frameworks share: the same training with both wrappers, side by side.
+"""Shared by the framework examples: the same training with both wrappers.
 
     torchrun --standalone --nproc-per-node 2 examples/zero.py
 
-Each trains a model of ``tasks.py`` twice from the same seed, wrapped by torch's class and by
-tritonddp's, and prints for both the class that the framework made, the loss on held-out data, and
-whether all ranks hold the same bits.
+Each example trains a model of ``tasks.py`` twice from the same seed, wrapped by torch's class and
+by tritonddp's. For both, it prints the class of the wrapper, the loss on held-out data, and whether
+all ranks hold the same bits.
 """
 
 from __future__ import annotations

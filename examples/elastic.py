@@ -1,31 +1,32 @@
-"""Train through failures: ranks die, torchrun starts them again, and the result has the same bits.
+"""Train through failures: ranks die, torchrun restarts them, and the result is bitwise identical.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/elastic.py \\
         --checkpoints /tmp/run --steps 200 --every 20 --kill-at 77 --kill-rank 1
 
-Every ``--every`` steps a checkpoint is saved through ``torch.distributed.checkpoint`` (see
-``checkpoints.py``). When a rank dies, torchrun ends the others and starts all of them again; they
-go on from the last good checkpoint. With as many ranks as before the parameters end with the bits
-of a run that nothing happened to: rank 0 prints their hash. For that a checkpoint has
+Every ``--every`` steps, a checkpoint is saved with ``torch.distributed.checkpoint`` (see
+``checkpoints.py``). When a rank dies, torchrun ends the other ranks and restarts all of them. They
+continue from the last good checkpoint. With the same number of ranks, the final parameters have the
+same bits as in a run without failures; rank 0 prints their hash. A checkpoint therefore has
 
-  - of all ranks: parameters, the optimizer, the schedule, the place in the data, the step;
-  - of each rank: the state of its random numbers, its buffers (batch statistics differ between
+  - for all ranks: parameters, the optimizer, the schedule, the position in the data, the step;
+  - for each rank: the state of its random numbers, its buffers (batch statistics differ between
     ranks after a forward), and ``ddp.comm_state_dict()``: the order of the buckets, on which the
-    bits of a sum over three and more ranks depend, and with ``--compression`` what quantization
-    has left out of the gradients so far.
+    bits of a sum over three and more ranks depend, and with ``--compression`` the quantization
+    errors so far.
 
-It goes on with fewer ranks too, or with more: when a node is gone (``--nnodes 1:4``), or in another
-run on the same folder. The batch is that of all ranks together and is split among those that there
-are, evenly or not: ``ddp.weighted()`` makes the mean one over its samples all the same. So it is
-the same training, but for its bits: sums are rounded in another order, and random numbers and batch
-statistics belong to ranks. With several nodes set ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, or
-torchrun's store keeps the addresses of ranks that are gone (pytorch/pytorch#135712).
+Training also continues with fewer or more ranks: when a node is gone (``--nnodes 1:4``), or in
+another run on the same folder. The global batch stays the same and is split over the ranks, evenly
+or not: ``ddp.weighted()`` gives the mean over its samples in any case. Only the bits differ: sums
+are rounded in another order, and random numbers and batch statistics are rank-local. With several
+nodes, set ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``; otherwise torchrun's store keeps the addresses
+of ranks that are gone (pytorch/pytorch#135712).
 
-SIGTERM to any rank, or to torchrun, which hands it on: all ranks save after the same step and end
-well, and the next run on the folder goes on there. ``slurm.sh`` is a job that may be preempted.
+On SIGTERM to any rank, or to torchrun, which forwards it, all ranks save after the same step and
+exit successfully. The next run on the folder continues from there. ``slurm.sh`` is a job that may
+be preempted.
 
-``--kill-at`` and ``--kill-rank`` have a rank kill itself in the middle of a backward, in its first
-life, to see all this happen.
+``--kill-at`` and ``--kill-rank`` make a rank kill itself during a backward, before its first
+restart, to demonstrate all this.
 """
 
 from __future__ import annotations

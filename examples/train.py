@@ -3,19 +3,19 @@
     torchrun --standalone --nproc-per-node 2 examples/train.py --task digits
     torchrun --standalone --nproc-per-node 2 examples/train.py --task text --ddp both
 
-At the end rank 0 prints
-  - loss and accuracy over all held-out data, each rank having evaluated its share of it;
-  - milliseconds of a step, the median on rank 0, without the first tenth of the steps. With
-    ``--ddp both`` the two train side by side in the same processes: in each step both take the same
-    batch in turns, behind a barrier. Their ratio is that of these medians, and its 95 % interval
-    says what this run can tell (a bootstrap over blocks of neighbouring steps);
-  - whether all ranks hold the same bits. Parameters are compared as training left them. Batch
-    statistics are different on each rank after a forward, with stock DDP as with tritonddp, until
-    the next forward brings rank 0's to all; so buffers are compared after one more forward.
-    If a tensor differs, its name is printed and the exit status is 1.
+At the end, rank 0 prints
+  - loss and accuracy over all held-out data; each rank evaluates its share;
+  - the step time in milliseconds: the median on rank 0, without the first tenth of the steps. With
+    ``--ddp both``, both models train in turns in the same processes: in each step, both use the
+    same batch, after a barrier. The ratio is the ratio of these medians. Its 95 % interval (a
+    bootstrap over blocks of neighboring steps) shows how certain it is;
+  - whether all ranks hold the same bits. Parameters are compared as training left them. With stock
+    DDP as with tritonddp, batch statistics differ between ranks after a forward until the next
+    forward broadcasts rank 0's, so buffers are compared after one more forward. If a tensor
+    differs, its name is printed and the exit status is 1.
 
 Training is deterministic: the same seed and number of processes give the same result. The text is
-that of the Python that runs the example, so its figures depend on the Python version.
+the source code of the Python that runs the example, so its results depend on the Python version.
 """
 
 from __future__ import annotations

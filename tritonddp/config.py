@@ -168,8 +168,8 @@ def delayed_names(
     strange = [str(name) for name, param in wanted if param not in names]
     if strange:
         raise ValueError(
-            "delay_all_reduce_named_params names parameters that are none of the wrapped "
-            f"module's: {listed(strange)}"
+            "delay_all_reduce_named_params contains parameters that do not belong to the wrapped "
+            f"module: {listed(strange)}"
         )
     return frozenset(names[param] for _, param in wanted)
 
@@ -226,8 +226,8 @@ def process_group_of(
     if not isinstance(group, dist.ProcessGroup):
         rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
         raise ValueError(
-            f"{rank} does not belong to process_group, which is {group!r}: wrap "
-            "the module on the ranks of the group only"
+            f"{rank} does not belong to process_group, which is {group!r}: wrap the module only "
+            "on the ranks of the group"
         )
     Group(group).refuse_if_forked()
     return group
@@ -256,33 +256,33 @@ def check_module(
     if len(first) > 1:
         raise ValueError(
             "DistributedDataParallel's input module must be on the same type of devices, but "
-            f"input module parameters locate in {first} (the first on each): move them to one"
+            f"input module parameters locate in {first} (the first parameter on each): move them "
+            "to one device type"
         )
     for device in sorted({param.device for _, param in params}, key=str):
         select(device)  # raises if there are no kernels for it
     for name, param in params:
         if param.requires_grad and gradient_dtype(param) not in GRADIENT_DTYPES:
             raise NotImplementedError(
-                f"parameter {name!r} has gradients of {gradient_dtype(param)}; tritonddp reduces "
-                f"{', '.join(map(str, GRADIENT_DTYPES))}"
+                f"parameter {name!r} has gradients of dtype {gradient_dtype(param)}; supported "
+                f"dtypes: {', '.join(map(str, GRADIENT_DTYPES))}"
             )
     for name, layer in module.named_modules():
         if layer.__dict__.get(WRAPPER) is not None:
             raise ValueError(
-                f"{_named(name, layer)} is replicated in place already, and a wrapper around it "
-                "would average its gradients twice: leave the wrapper out"
+                f"{_named(name, layer)} is already replicated in place: wrapping it would average "
+                "its gradients twice. Remove the wrapper"
             )
         if isinstance(layer, STOCK) and (views or layer.gradient_as_bucket_view):
             raise ValueError(
-                f"{_named(name, layer)} is wrapped already: two wrappers around one module "
-                "cannot have gradient_as_bucket_view=True, as .grad would have to be a view of the "
-                "buckets of both. Leave it off in both"
+                f"{_named(name, layer)} is already wrapped: nested wrappers do not support "
+                "gradient_as_bucket_view=True, because .grad cannot be a view of the buckets of "
+                "both. Set it to False in both"
             )
         if isinstance(layer, STOCK) and layer.process_group is group:
             warnings.warn(
-                f"{_named(name, layer)} is wrapped already, by {type(layer).__name__} for the "
-                "same ranks: its gradients are sent and averaged twice. Leave one of the wrappers "
-                "out",
+                f"{_named(name, layer)} is already wrapped by {type(layer).__name__} for the same "
+                "ranks: its gradients are sent and averaged twice. Remove one of the wrappers",
                 stacklevel=users_level(),
             )
         if isinstance(layer, nn.SyncBatchNorm) and "cpu" in first:
@@ -306,7 +306,7 @@ def device_ids_of(
     ``devices`` are the devices of the parameters.
     """
     if device_ids is not None and not isinstance(device_ids, Sequence):
-        raise TypeError(f"device_ids should be None or a list of one device, got {device_ids!r}")
+        raise TypeError(f"device_ids should be None or a list with one device, got {device_ids!r}")
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
             f"device_ids can only be None or contain a single element, got {list(device_ids)}"
@@ -316,8 +316,8 @@ def device_ids_of(
         raise ValueError(
             "DistributedDataParallel device_ids and output_device arguments only work with "
             "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
-            f"{device_ids}, output_device {output_device}, and module parameters {devices}: leave "
-            "them out, or move the module to one GPU before it is wrapped"
+            f"{device_ids}, output_device {output_device}, and module parameters {devices}: omit "
+            "both arguments, or move the module to one GPU before wrapping it"
         )
     if not one_gpu or not device_ids:
         return None, None
@@ -340,7 +340,7 @@ def suggesting(constructor: _Constructor) -> _Constructor:
     def construct(*arguments: Any, **options: Any) -> None:
         for name in options.keys() - known.keys():
             if alike := get_close_matches(name, known, 1):
-                raise TypeError(f"there is no option {name!r}: did you mean {alike[0]!r}?")
+                raise TypeError(f"unknown option {name!r}: did you mean {alike[0]!r}?")
         constructor(*arguments, **options)
 
     return cast(_Constructor, construct)
@@ -355,7 +355,7 @@ def warn_of_deprecated(given: Any) -> None:
             "construction."
         )
         if given.forward_sync_buffers is not None:
-            message += " It is ignored beside forward_sync_buffers."
+            message += " It is ignored because forward_sync_buffers is given."
         warnings.warn(message, FutureWarning, stacklevel=users_level())
     if given.check_reduction:
         message = "`check_reduction` is deprecated and has no effect"

@@ -217,8 +217,8 @@ def replicate(
     kind = _checked(module)
     if options.get("mixed_precision") is not None:
         raise ValueError(
-            "mixed_precision casts the parameters for a forward of the whole module, and any call "
-            "of a replicated one counts: use torch.autocast"
+            "mixed_precision casts the parameters for a forward of the whole module, but a "
+            "replicated module may be called in any way: use torch.autocast"
         )
     wrapper = DistributedDataParallel(
         module,
@@ -258,7 +258,7 @@ def ddp(module: Any) -> DistributedDataParallel:
         if wrapper is not None:
             return wrapper
     raise TypeError(
-        f"{type(module).__name__} is not replicated: give the module that was given to "
+        f"{type(module).__name__} is not replicated: pass the module that was passed to "
         "tritonddp.replicate(), not a part or a copy of it"
     )
 
@@ -314,12 +314,12 @@ def _checked(module: Any) -> type:
     name = type(module).__name__
     if isinstance(module, STOCK):
         raise TypeError(
-            f"this {name} is a wrapper: replicate the module in it instead, before it is wrapped"
+            f"this {name} is a wrapper: replicate the module inside it instead, before wrapping"
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
             f"{name} is a TorchScript module, whose class cannot be changed: wrap it with "
-            "DistributedDataParallel"
+            "DistributedDataParallel instead"
         )
     _check_parts(module)
     plain = type(module)
@@ -328,8 +328,9 @@ def _checked(module: Any) -> type:
     clashes = [each for each in _ADDED if _has(module, each)]
     if clashes:
         raise ValueError(
-            f"{name} has attributes of its own that methods of a replicated module would hide: "
-            f"{', '.join(clashes)}. Rename them, or wrap it with DistributedDataParallel"
+            f"{name} has attributes that methods of a replicated module would hide: "
+            f"{', '.join(clashes)}. Rename them, or wrap the module with DistributedDataParallel "
+            "instead"
         )
     try:
         kind = _class_of(plain)
@@ -337,7 +338,8 @@ def _checked(module: Any) -> type:
         object.__setattr__(module, "__class__", plain)
     except TypeError as error:
         raise TypeError(
-            f"the class of {name} cannot be changed ({error}): wrap it with DistributedDataParallel"
+            f"the class of {name} cannot be changed ({error}): wrap the module with "
+            "DistributedDataParallel instead"
         ) from error
     return kind
 
@@ -348,7 +350,7 @@ def _check_parts(module: nn.Module) -> None:
         gc.collect()  # a replicated module refers to itself through its wrapper
         if used := _other_use(module):
             raise ValueError(
-                f"this {type(module).__name__} cannot be replicated: {used} already, and its "
+                f"this {type(module).__name__} cannot be replicated: {used} already, so its "
                 "gradients would be averaged twice. Replicate the whole model once"
             )
 

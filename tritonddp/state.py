@@ -328,8 +328,8 @@ class DDPState:
         """Reduce all buckets with ``hook``. Raise the errors of ``register_comm_hook``."""
         if self.config.divide_factor is not None:
             raise ValueError(
-                "gradient_divide_factor was given when the module was wrapped, and a communication "
-                "hook divides by itself: leave one of them out"
+                "gradient_divide_factor and a communication hook are mutually exclusive: the hook "
+                "decides how to divide. Remove one of them"
             )
         self.core.flush_outside_backward(
             "a communication hook cannot be registered during a backward"
@@ -337,13 +337,13 @@ class DDPState:
         factory = self.core.manager.factory
         if factory.owners:
             raise RuntimeError(
-                "ZeroRedundancyOptimizer has gradients reduced to their owners, a communication "
-                "hook to all ranks: leave one of them out"
+                "ZeroRedundancyOptimizer reduces gradients to their owners, a communication hook "
+                "to all ranks. They are mutually exclusive: remove one of them"
             )
         if factory.wire.compression is not None:
             raise RuntimeError(
-                "compression and a communication hook both decide how gradients are sent: "
-                "leave one of them out"
+                "compression and a communication hook are mutually exclusive: both decide how "
+                "gradients are sent. Remove one of them"
             )
         if self.core.comm_hook is not None:
             raise RuntimeError(
@@ -370,8 +370,8 @@ class DDPState:
         """
         if (divisor := self.config.divide_factor) is not None:
             raise ValueError(
-                f"weighted(n) divides by the items of all ranks, and gradient_divide_factor="
-                f"{divisor:g} was given when the module was wrapped: leave one of them out"
+                f"weighted(n) and gradient_divide_factor={divisor:g} are mutually exclusive: "
+                "weighted(n) divides by the items of all ranks. Remove one of them"
             )
         if self.window is None:
             core = self.core

@@ -432,7 +432,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             prepare, named = core.prepare_request, self._trainable()
             return core.reducer.reduce_given(gradients, params, named, prepare)
         if params is not None:
-            raise ValueError("params without gradients: give the gradients too")
+            raise ValueError("params was given without gradients: pass the gradients too")
         core.reduce_accumulated()
         return None
 
@@ -525,7 +525,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         state = self._ddp_state
         if state.metrics is None:
             raise RuntimeError(
-                f"rank {state.group.rank}: metrics() needs metrics=True when the module is wrapped"
+                f"rank {state.group.rank}: metrics() requires metrics=True when wrapping the module"
             )
         return state.metrics.metrics()
 
@@ -613,7 +613,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """
         core = self._ddp_state.core
         core.flush_outside_backward(
-            "load_comm_state_dict() was called while a backward runs: call it between two steps"
+            "load_comm_state_dict() was called during a backward: call it between two steps"
         )
         if not core.is_detached:
             load_comm_state(core.reducer, states)

@@ -1,4 +1,4 @@
-"""A checkpoint that is saved in the background mixes its collectives with those of the training.
+"""Collectives of a checkpoint that is saved in the background mix with those of training.
 
 KempnerInstitute/KempnerForge#104 (2026): `dcp.async_save` plans on a thread, with collectives of
 the default group. Training issues its collectives at the same time, in another order on each rank,

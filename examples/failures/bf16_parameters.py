@@ -1,4 +1,4 @@
-"""Parameters in bf16 lose what the optimizer adds to them, and the loss stops falling.
+"""bf16 parameters lose small optimizer updates, and the loss stops falling.
 
 TensorAuto/OpenTau#181 (2026): the policy is cast to bf16 and passed to AdamW. DeepSpeed keeps fp32
 copies of the parameters, and 94 % of the tasks succeeded; DDP keeps none, and 0 % did.

@@ -1,4 +1,4 @@
-"""Checkpointed layers, and a head that not every batch uses: no flag of DDP allows both.
+"""No flag of DDP supports checkpointed layers with a head that only some batches use.
 
 roboflow/rf-detr#1489 (2026) sets `static_graph=True` after a probe in which the same parameter was
 unused in all batches, and expects DDP to fail if that changes. Here it changes: some batches have

@@ -1,4 +1,4 @@
-"""A model becomes channels_last after wrapping, and gradients of convolutions are scrambled.
+"""A model becomes channels_last after wrapping, and convolution gradients are scrambled.
 
 pytorch/pytorch#157862 (2025) and many others report the warning that strides do not match, which
 "is not an error, but may impair performance". This is true if all shapes are 1 x 1. After a

@@ -1,4 +1,4 @@
-"""Private training clips each sample's gradient in two backwards of one forward; one is averaged.
+"""Ghost clipping runs two backwards for one forward, and stock DDP averages only the first.
 
 meta-pytorch/opacus#734 (2025): ghost clipping computes the norms of the samples in a first
 backward, and sums the clipped gradients in a second backward with scaled losses. Stock DDP averages

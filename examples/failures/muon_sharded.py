@@ -1,4 +1,4 @@
-"""Optimizer state in flat shards, and Muon, which needs whole matrices: updates are silently wrong.
+"""Muon needs whole matrices; with state in flat shards, its updates are silently wrong.
 
 deepspeedai/DeepSpeed#8090, #7807 (2026): ZeRO-1 averages only the part of the gradients that a rank
 owns, so a matrix across a boundary is orthogonalized from averaged and local values. Here, such

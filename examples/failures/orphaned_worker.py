@@ -1,4 +1,4 @@
-"""The kernel kills a rank, and the others wait on: a stuck worker of its loader holds its sockets.
+"""The kernel kills a rank; the others hang because a stuck DataLoader worker holds its sockets.
 
 pytorch/pytorch#189290 (2026): workers inherit all open files of their parent, so its death closes
 nothing, and the job hangs until something else ends it. There, torch's compiler starts the workers;

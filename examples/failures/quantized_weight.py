@@ -1,4 +1,4 @@
-"""A frozen weight whose tensor is a class of 8-bit numbers and scales: DDP cannot be made.
+"""DDP cannot wrap a module with a frozen weight that is a quantized tensor subclass.
 
 modelscope/DiffSynth-Studio#1674 (2026): a LoRA on quantized layers trains on one GPU. On two GPUs,
 DDP broadcasts the frozen weights as if they were plain tensors, and copies the result into them.

@@ -1,4 +1,4 @@
-"""PowerSGD goes on from a checkpoint, and adds what it has left out to other parameters.
+"""PowerSGD resumes from a checkpoint, and adds its residuals to the wrong parameters.
 
 pytorch/pytorch#75666 (2022): checkpoints need the state of a hook. It can be saved now, by bucket
 index. However, buckets follow the order of registration until the first backward.

@@ -1,4 +1,4 @@
-"""Failures that people reported, with stock DDP and with tritonddp, and what came of each.
+"""Run publicly reported failures with stock DDP and with tritonddp, and print the outcomes.
 
     python examples/failures/run.py [NAME ...] [--limit SECONDS] [--out FILE]
 

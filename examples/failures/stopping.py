@@ -1,4 +1,4 @@
-"""One rank is asked to stop, leaves after its step, and the others wait for it in the next one.
+"""One rank is asked to stop and leaves after its step; the others wait for it in the next step.
 
 Lightning-AI/pytorch-lightning#20806 (2025, still open): SIGTERM of a preemption reaches one rank
 first. This rank leaves the loop to save a checkpoint while the others run the next backward.

@@ -1,4 +1,4 @@
-"""One rank is stuck in its tokenizer, and the others wait for it until a timeout that names nobody.
+"""One rank is stuck in its tokenizer, and the others wait until a timeout that names no rank.
 
 huggingface/accelerate#3380 (2025), pytorch/pytorch#118369 and many others: after half an hour, the
 timeout of a collective ends the job. It names neither the rank nor the line.

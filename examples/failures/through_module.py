@@ -1,4 +1,4 @@
-"""A trainer calls the model below the wrapper, and no gradient is averaged, without a word.
+"""A trainer bypasses the wrapper through .module, and gradients are silently not averaged.
 
 jingyaogong/minimind#854 (2026): three reinforcement learning trainers run their loss through
 `model.module`. Each rank trains on its local data only, and rank 0's model is saved.

@@ -1,4 +1,4 @@
-"""Each rank averages over its own tokens, so a token counts more where there are few.
+"""Each rank averages over its local tokens, so tokens in short batches count more.
 
 modelscope/ms-swift#10165, #10076 (2026), vllm-project/speculators#942: the loss is a mean over the
 tokens of a microbatch, and these means are averaged over microbatches and ranks. Here, the gradient

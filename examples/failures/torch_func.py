@@ -1,4 +1,4 @@
-"""The slope of a model along its input, by torch.func through the wrapper, is an error.
+"""Calling a wrapped model through torch.func.jvp raises an error.
 
 pytorch/pytorch#182661 (2026): a loss uses the result of `torch.func.jvp`, as in consistency models
 and mean flows. With `static_graph=True`, it fails elsewhere.

@@ -1,4 +1,4 @@
-"""Each rank calls two wrapped models, of two groups, in an order of its own, and all ranks wait.
+"""Ranks call two wrapped models of two process groups in different orders, and all ranks hang.
 
 meta-pytorch/torchrec#4149 (2026): ranks that issued the collectives of two process groups in
 different orders waited for each other forever. Here, two towers of a model are averaged in separate

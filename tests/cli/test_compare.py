@@ -114,7 +114,7 @@ def test_a_short_script_is_compared_in_whole_launches(steps: int) -> None:
     rows = {row["label"]: row for row in found["rows"]}
     assert rows["step, ms"]["first"] > 10
     assert rows["forward, ms"]["first"] is None
-    assert rows["backwards a step"]["first"] == 1
+    assert rows["backwards per step"]["first"] == 1
     counted = f"steps {min(20, steps // 2) + 1} to {steps} of "
     assert counted in found["verdict"]["sentences"][-1]
 
@@ -131,7 +131,7 @@ def test_stock_against_stock_differs_only_if_a_tenth_is_planted(
     is_slow = planted == "slow" and program == PLANTED
     assert code == is_slow, found["verdict"]
     sentence = found["verdict"]["sentences"][0]
-    assert "slower by" in sentence if is_slow else sentence.startswith("no difference")
+    assert "slower by" in sentence if is_slow else sentence.startswith("no significant difference")
     assert not is_slow or 1.05 < found["verdict"]["value"] < 1.15
     assert {*states(found)} == {"identical bits"}
 
@@ -152,12 +152,12 @@ def test_an_interrupt_shows_the_launches_until_then(
     count = 1
     assert main(["compare", str(PLANTED)]) == 130
     printed = capsys.readouterr()
-    first, last = printed.out.split("A FIRST TABLE, of one launch")[1].split("stock  tritonddp")[1:]
+    first, last = printed.out.split("FIRST TABLE, from one launch")[1].split("stock  tritonddp")[1:]
     assert "0.900 (" in first
     assert "0.900 (" in last
-    assert "others may differ from it by more.\n" in last
-    assert "\nInterrupted; launches until then: 1.\n" in last
-    assert re.search(r"; at most \d+ more of \d+ s$", printed.err, re.MULTILINE)
+    assert "other launches may differ more.\n" in last
+    assert "\nInterrupted. Completed launches: 1.\n" in last
+    assert re.search(r"; at most \d+ more, of \d+ s each$", printed.err, re.MULTILINE)
     count = 0
     assert main(["compare", "--json", str(PLANTED)]) == 130
     assert json.loads(capsys.readouterr().out) == {"error": "interrupted"}
@@ -236,7 +236,7 @@ def test_blocks_fit_the_steps_even_if_the_first_are_slow(
     assert launches.plan == Plan.of(0.002)
 
 
-TOO_LONG = "In 120 s the ratio could not be known to 2 %: a longer"
+TOO_LONG = "In 120 s, the ratio could not be determined to 2 %: increase"
 
 
 @pytest.mark.parametrize(
@@ -294,11 +294,11 @@ ENDS = "The script {} after its last step, step 60, with stock; tritonddp {}."
     ("stock", "ours", "sentence", "last"),
     [
         ("failed 3", "ended 60", "stock failed after 3 steps. tritonddp does not:", "ValueError"),
-        ("hangs 1", "ended 60", "stock hangs after 1 steps, no rank made a step for 30", "stacks"),
+        ("hangs 1", "ended 60", "stock hangs after 1 steps, no rank completed a step", "stacks"),
         ("ended 60", "failed 0", "tritonddp failed after 0 steps. stock does not:", "ValueError"),
         ("failed 60", "failed 60", ENDS.format("failed", "failed"), "ValueError"),
         ("hangs 60", "ended 60", ENDS.format("hangs", "ended"), None),  # it may evaluate
-        ("ended 2", "ended 2", "no difference", None),
+        ("ended 2", "ended 2", "no significant difference", None),
     ],
 )
 def test_a_contender_that_fails_alone_is_the_verdict(
@@ -318,7 +318,7 @@ def test_a_slow_step_is_not_a_hang(launches: Launches) -> None:
     slow = outcome("ended 60", longest=20.0)
     comparison = play(launches, outcome("hangs 1"), slow, slow, slow)
     assert launches.patience == pytest.approx(60)
-    assert next(iter(comparison.sentences)).startswith("no difference")
+    assert next(iter(comparison.sentences)).startswith("no significant difference")
 
 
 def test_two_contenders_that_make_no_further_step_have_ended(launches: Launches) -> None:

@@ -53,12 +53,14 @@ def test_two_ranks_show_versions_devices_and_the_line():
     code, lines = report("--nproc-per-node", "2")
     assert code == 0
     assert value(lines, "torch") == torch.__version__
-    assert "cores that this process may use" in value(lines, "cpu")
+    assert "cores available to this process" in value(lines, "cpu")
     assert value(lines, "group") == "2 ranks on 1 host, gloo, cpu"
-    assert value(lines, "transport") == "memory that the ranks of a host share"
-    assert re.search(r"1 element takes [\d.]+ (us|ms|s), of [\d.]+ MiB ", value(lines, "line"))
-    assert lines[lines.index("what follows for training") + 1].startswith("- Gradients do not")
-    heads = ["versions", "devices", "ranks", "what follows for training"]
+    assert value(lines, "transport") == "shared memory of the ranks of a host"
+    assert re.search(
+        r"1 element takes [\d.]+ (us|ms|s), .* of [\d.]+ MiB takes ", value(lines, "line")
+    )
+    assert lines[lines.index("consequences for training") + 1].startswith("- Gradients do not")
+    heads = ["versions", "devices", "ranks", "consequences for training"]
     assert [line for line in lines if line in heads] == heads
 
 
@@ -96,13 +98,13 @@ def test_one_rank_needs_no_group_and_a_cpu_no_triton(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "1 rank: nothing is exchanged" in out
     assert "line  " not in out
-    assert "not installed; only GPUs need it" in out or torch.cuda.is_available()
+    assert "not installed; needed on GPUs only" in out or torch.cuda.is_available()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_cuda_is_broken(capsys):
     assert in_process("--device", "cuda") == 1
-    assert capsys.readouterr().out.endswith("broken: kernels: torch sees no CUDA device here\n")
+    assert capsys.readouterr().out.endswith("broken: kernels: torch finds no CUDA device\n")
 
 
 def test_gpus_are_listed(capsys, monkeypatch):
@@ -116,7 +118,7 @@ def test_gpus_are_listed(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert value(lines, "cuda:1") == "NVIDIA X, 80 GiB, compute capability 9.0"
     assert value(lines, "NCCL") == "2.28.9"
-    assert "NVLink" in value(lines, "links") or "not known" in value(lines, "links")
+    assert "NVLink" in value(lines, "links") or "unknown" in value(lines, "links")
 
 
 ISLANDS = """\
@@ -129,14 +131,14 @@ NIC0\tPIX\tPIX\tNODE\t X
 Legend:
   NV#  = Connection traversing a bonded set of # NVLinks
 """
-UNKNOWN = "not known: `nvidia-smi topo -m` does not tell"
+UNKNOWN = "unknown: `nvidia-smi topo -m` reports nothing"
 
 
 @pytest.mark.parametrize(
     ("shown", "expected"),
     [
-        (ISLANDS, "NVLink between some cards"),
-        (ISLANDS.replace("SYS", "NV4"), "NVLink between all cards"),
+        (ISLANDS, "NVLink between some GPUs"),
+        (ISLANDS.replace("SYS", "NV4"), "NVLink between all GPUs"),
         (ISLANDS.replace("NV4", "PHB"), "no NVLink (nvidia-smi: PHB, SYS)"),
         ("No devices were found\n", UNKNOWN),
         (None, UNKNOWN),
@@ -167,7 +169,7 @@ MODEL = (100e6, 50)  # parameters, and milliseconds of a backward
 @pytest.mark.parametrize(
     ("refusal", "lines", "model", "expected"),
     [
-        (None, Lines(4, 1, 1e9, 1e9, shares_memory=True), (0, 0), "nothing to set"),
+        (None, Lines(4, 1, 1e9, 1e9, shares_memory=True), (0, 0), "no option needs"),
         (None, Lines(2, 2, 1e9, 25e6, shares_memory=True), (0, 0), "For your model"),
         (GROUP, None, (0, 0), "different numbers of ranks"),
         (Refusal("x", is_failure=True), Lines(4, 1, 1e9, 1e9), (0, 0), "cannot share memory"),
@@ -179,7 +181,7 @@ MODEL = (100e6, 50)  # parameters, and milliseconds of a backward
 def test_the_advice_follows_from_the_lines(refusal, lines, model, expected):
     text = " ".join(doctor_ranks.consequences(refusal, lines, 4, model))
     assert expected in text
-    assert "1/4 of the optimizer's state" in text
+    assert "1/4 of the optimizer state" in text
     if model is MODEL:
         assert "100,000,000 parameters and a backward of 50 ms" in text
     else:
@@ -222,7 +224,7 @@ def test_the_last_bucket_is_exposed_and_quantizing_takes_cpu_time():
 
 def test_a_backward_without_parameters_is_refused(capsys):
     assert in_process("--backward-ms", "3") == 2
-    assert "--backward-ms needs --parameters" in capsys.readouterr().err
+    assert "--backward-ms requires --parameters" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         in_process("--parameters", "0")
 

@@ -122,10 +122,10 @@ def test_a_class_that_cannot_be_replaced_is_named(tmp_path: Path) -> None:
     session = environment(RUN, folder="/nowhere")["TRITONDDP_SESSION"]
     elsewhere = python(str(script), TRITONDDP_SESSION=session.replace(sys.prefix, "/another"))
     assert elsewhere.stdout == "imported\n"
-    assert "is not of the environment /another" in elsewhere.stderr
+    assert "does not belong to the environment /another" in elsewhere.stderr
     broken = python(str(script))
     assert broken.returncode == 1
-    assert "could not take the place of torch's" in broken.stderr
+    assert "could not replace torch's" in broken.stderr
     assert "no triton here" in broken.stderr
 
 
@@ -161,7 +161,7 @@ def test_torchrun_gets_the_words_and_its_variables(
     assert arguments.training_script == "train.py"
     assert arguments.training_script_args == words.partition("train.py")[2].split()
     assert os.environ["PYTHONPATH"].split(os.pathsep)[0] == str(FOLDER)
-    assert "WARNING: no model was wrapped" in capsys.readouterr().err
+    assert "WARNING: tritonddp wrapped no model" in capsys.readouterr().err
 
 
 def test_all_options_of_torchrun_are_known() -> None:
@@ -179,11 +179,11 @@ ANSWERS = {
     "--version": (0, "tritonddp 0."),
     "run --help": (0, "--rdzv-endpoint"),
     "run nosuch.py": (2, "tritonddp run: error: there is no file nosuch.py"),
-    "run --nproc-per-node 0 train.py": (2, "0 is no number of ranks"),
+    "run --nproc-per-node 0 train.py": (2, "0 is not a number of ranks"),
     "run --no-such-option train.py": (2, "unrecognized arguments: --no-such-option"),
     "compare nosuch.py": (2, "tritonddp compare: error: there is no file nosuch.py"),
     "compare --html /no/a.html train.py": (2, "compare: error: there is no folder /no"),
-    "compare --nproc-per-node 0 train.py": (2, "0 is no number of ranks"),
+    "compare --nproc-per-node 0 train.py": (2, "0 is not a number of ranks"),
     "doctor --nproc-per-node none": (2, "invalid"),
 }
 WITHOUT_TORCH = """
@@ -236,5 +236,5 @@ def test_a_script_that_fails_before_it_wraps_shows_its_own_error(
     # Both ranks fail; torchrun names the one that ended first.
     pattern = r"before it wrapped a model: rank [01]: ValueError: no data here"
     assert bool(re.search(pattern, line)) is is_known
-    assert "does the script wrap one" not in line.lower()
+    assert "does the script wrap a model" not in line.lower()
     assert "Failed to initialize NumPy" not in done.stderr

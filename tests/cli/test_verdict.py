@@ -85,10 +85,10 @@ def test_launches_that_agree_by_chance_do_not_make_a_narrow_interval() -> None:
 
 FASTER = "ours's steps take 0.830 of stock's time (99 %: 0.800 to 0.860): faster by 17 %."
 SAME = (
-    "no difference in the time of a step (ratio 1.003, 99 %: 0.985 to 1.021; "
-    "differences below 2 % are not told apart)."
+    "no significant difference in step time (ratio 1.003, 99 %: 0.985 to 1.021; "
+    "differences below 2 % are not detected)."
 )
-NOISE = "noise (launches differ): no difference can be told"
+NOISE = "noise (launches differ): not yet conclusive"
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ NOISE = "noise (launches differ): no difference can be told"
         (0.83, 0.80, 0.86, True, FASTER),
         (1.1, 1.05, 1.15, True, "slower by 10 %."),
         (1.003, 0.985, 1.021, False, SAME),
-        (1.015, 1.01, 1.02, False, "below 2 % are not told apart"),
-        (0.9, 0.7, 1.16, False, "below 26 % are not told apart"),
+        (1.015, 1.01, 1.02, False, "below 2 % are not detected"),
+        (0.9, 0.7, 1.16, False, "below 26 % are not detected"),
         (0.9, 0.0, math.inf, False, "0.900 of stock's time, which may be noise"),
         (1.3, 0.2, 5e4, False, NOISE),
     ],
@@ -113,7 +113,7 @@ def test_the_sentence_names_the_difference_or_the_noise(
     assert ratio.is_slower is (is_different and value > 1)
     alone = replace(ratio, launches=1).sentence("stock", "ours")
     assert sentence.replace("launches differ", "one launch") in alone
-    assert ("One launch alone: others" in alone) is ("yet" not in alone)
+    assert ("Based on one launch: other launches" in alone) is ("yet" not in alone)
 
 
 def test_json_has_no_infinities(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_an_unused_parameter_needs_an_option_only_where_the_page_says_so(name: s
         assert lines(done)[-1]["same on all ranks"]
     else:
         assert done.returncode != 0
-        assert "find_unused_parameters=False makes this an error" in done.stderr
+        assert "is an error with find_unused_parameters=False" in done.stderr
 
 
 def test_every_function_is_called() -> None:

@@ -178,7 +178,7 @@ def test_a_state_is_refused_during_a_backward(rank: int) -> None:
     step(net, 1)
     handle.remove()
     assert errors == [
-        f"rank {rank}, step 2: load_comm_state_dict() was called while a backward runs: "
+        f"rank {rank}, step 2: load_comm_state_dict() was called during a backward: "
         "call it between two steps"
     ]
     assert_same_on_all_ranks(list(net.parameters()))

@@ -76,12 +76,12 @@ def test_a_parameter_that_differs_on_one_rank_is_named(rank: int) -> None:
     text = error_of(ddp.check_sync)
     others = "rank 0 has" if victim == 1 else "ranks 0 and 1 have"
     heading = "1 of 8 parameters, 0 of 5 buffers, 0 of 8 gradients"
-    assert text.startswith(f"rank {rank}, step 1, check_sync(): these differ between ")
+    assert text.startswith(f"rank {rank}, step 1, check_sync(): values differ between ")
     assert f"({heading}):" in text
     line = re.search(r"parameter 'layers.1.weight' \(4, 4\) torch.float32: (.*)", text)
     assert f"rank {victim} has norm" in line[1]
     assert others in line[1]
-    assert "Parameters stay alike" in text
+    assert "Parameters stay identical" in text
     assert "Buffers" not in text
     step(ddp)  # training continues
 
@@ -127,7 +127,7 @@ def test_the_first_of_many_tensors_and_contents_are_listed_and_the_others_counte
         text = error_of(ddp.check_sync)
     assert text.count("\n  parameter ") == 10
     assert "... and 4 more" in text
-    assert "2 more ranks have 2 others" in text
+    assert "2 more ranks have 2 other values" in text
 
 
 # What may differ

@@ -202,10 +202,10 @@ def test_the_thread_reports_while_the_host_waits_for_its_device(rank: int, tmp_p
 def test_a_rank_that_does_not_answer_and_one_that_still_wraps(rank: int, tmp_path: Path) -> None:
     folder, wraps = tmp_path / "hangs", tmp_path / "wraps"
     held = mock.patch.object(hang._GroupWatch, "look")
-    silent = "does not answer: it runs: it has moved lately, its store is slow, or something holds"
+    silent = "does not respond: it is running: it has made progress recently, its store is slow, or"
     with (
         reports(
-            "1", wraps, "rank 0 has not begun to wrap", **{hang.DIRECTORY: str(folder)}
+            "1", wraps, "rank 0 has not started to wrap", **{hang.DIRECTORY: str(folder)}
         ) as kept,
         held if rank == 0 else contextlib.nullcontext(),
     ):
@@ -215,11 +215,11 @@ def test_a_rank_that_does_not_answer_and_one_that_still_wraps(rank: int, tmp_pat
         while rank == 0 and not any(silent in each.read_text() for each in folder.glob("*")):
             time.sleep(0.1)
         model(torch.ones(1, 2)).sum().backward()
-        while rank == 1 and "goes on" not in kept.lines()[-1]:  # all files are written then
+        while rank == 1 and "continues" not in kept.lines()[-1]:  # all files are written then
             time.sleep(0.1)
     if rank == 1:
         wrapping, *_, waiting = [line for line in kept.lines() if line.startswith("waiting for")]
-        assert "rank 0 has not begun to wrap a module" in wrapping
+        assert "rank 0 has not started to wrap a module" in wrapping
         assert silent in waiting
         (file,) = folder.iterdir()
         found = json.loads(file.read_text())
@@ -291,7 +291,7 @@ def test_reports_if_no_rank_is_behind_or_ranks_wait_at_different_places() -> Non
 
     later = hang.Place(0, 7, hang._ALL, hang._ALL, "outside forward and backward")
     lines = report_of(waiting, later, waits=False)
-    assert "waits for nobody: in step 7, outside forward and backward" in lines[1]
+    assert "waits for no rank: in step 7, outside forward and backward" in lines[1]
 
     lines = report_of(waiting, waiting._replace(launched=1, back=0), waits=False)
     assert "is behind: in step 7" in lines[1]
@@ -308,7 +308,7 @@ def test_reports_if_no_rank_is_behind_or_ranks_wait_at_different_places() -> Non
 def test_posts_are_read_twice_before_a_report_and_a_failed_store_is_asked_once() -> None:
     own = hang.Post([hang.Place(0, 7, 2, 1, "")], True, "process 0")
     failed = mock.Mock(**{"set.side_effect": dist.DistStoreError})
-    for store, found in (dist.HashStore(), ([], "rank 1 has not begun")), (failed, (None, None)):
+    for store, found in (dist.HashStore(), ([], "rank 1 has not started")), (failed, (None, None)):
         watch = hang._GroupWatch(fake_group(), 1.0)
         with mock.patch.object(hang, "own_connection", lambda _, store=store: store):
             assert watch._ask(own) == found[0]

@@ -72,7 +72,7 @@ def trained(hook: Callable[[nn.Module], None]) -> tuple[DistributedDataParallel,
 def test_optimizers_in_hooks_are_named_once() -> None:
     for hook in (partial(layerwise, to_none=True), partial(layerwise, to_none=False), lomo):
         (line,) = trained(hook)[1]
-        for part in ("rank", "step 1", "'0.bias'", "before the gradients were averaged"):
+        for part in ("rank", "step 1", "'0.bias'", "before their gradients were averaged"):
             assert part in line
         assert "after back" in line
 

@@ -128,7 +128,7 @@ def _differ(*rows: tuple[str, int, int, bool, str]) -> list[Fault]:
 
 
 def _not_finite(name: str, rank: int) -> str:
-    return rf"NaN or Inf in the gradients of '{name}' \(bucket \d\) on rank {rank}\. So"
+    return rf"NaN or Inf in the gradients of '{name}' \(bucket \d\) on rank {rank}\. Their"
 
 
 def _strikes() -> Iterator[Fault]:

@@ -122,7 +122,7 @@ def test_the_error_explains_an_overflow_in_reduce_dtype(rank: int) -> None:
     ddp = DistributedDataParallel(Kinds(), check_finite="raise", reduce_dtype=torch.float16)
     text = outcome(ddp(ROWS, single=140_000.0 if rank else 120_000.0))
     assert found(text) == {"single": "rank 1"}
-    assert "(Beyond 65504 is Inf in fp16.)" in text
+    assert "(Values above 65504 are Inf in fp16.)" in text
 
 
 @ranks(2)
@@ -170,7 +170,7 @@ def test_a_rank_without_inputs_warns(rank: int) -> None:
 @ranks(2)
 def test_the_error_names_some_places_and_counts_the_others() -> None:
     ddp = wrap(linears(*[4] * 8), check_finite="raise", bucket_cap_mb=1e-5)
-    with pytest.raises(FloatingPointError, match=r"; and in \d+ more places\."):
+    with pytest.raises(FloatingPointError, match=r"; and \d+ more\."):
         (ddp(torch.ones(1, 4)) * math.nan).sum().backward()
 
 

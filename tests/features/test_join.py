@@ -114,7 +114,7 @@ def test_collectives_of_join_stop_with_its_context(rank: int) -> None:
 def test_a_nested_join_is_an_error(rank: int, throws: bool) -> None:
     for enable in (False, True):
         ddp = DistributedDataParallel(net())
-        error = rf"rank {rank}.*inside join\(\)"
+        error = rf"rank {rank}.*nested join\(\)"
         with pytest.raises(RuntimeError, match=error), Join([ddp]):
             ddp.join()
         outer = ddp.join(throw_on_early_termination=throws)

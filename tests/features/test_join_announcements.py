@@ -52,7 +52,7 @@ def test_a_forward_inside_a_backward_does_not_complete_that_backward(rank: int) 
 @ranks(2)
 def test_backwards_that_no_forward_has_announced_are_refused(rank: int) -> None:
     ddp = DistributedDataParallel(net())
-    error = "rank ., step 1: a backward inside join.. that no forward has announced"
+    error = "rank ., step 1: backward inside join.. that no forward announced"
     with ddp.join():
         loss = loss_of(ddp, rank, 0)
         with ddp.no_sync():  # as in stock, the place of the forward decides
@@ -93,8 +93,8 @@ def added_parameter(ddp: DistributedDataParallel, rank: int) -> None:
 
 
 DIFFERENCES = {
-    forward_under_no_sync: "inside join.. ranks must agree on which forwards have a backward that "
-    "is reduced. This one: rank 0: has no inputs left; rank 1: yes; rank 2: no",
+    forward_under_no_sync: "inside join.., ranks must agree on which forwards have a reduced "
+    "backward. This forward: rank 0: has no inputs left; rank 1: yes; rank 2: no",
     skipped_backward: "rank 0: nothing, because no backward followed a forward inside join.*; "
     "rank 1: the first backward",
     added_parameter: "(?s)DDP expects same model.*layers.0.scale.*none with this name",

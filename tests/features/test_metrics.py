@@ -130,7 +130,7 @@ def test_ranks_may_use_two_wrappers_in_different_orders(rank: int) -> None:
 @ranks(1)
 def test_a_single_rank_has_its_local_times() -> None:
     ddp = DistributedDataParallel(net())
-    with pytest.raises(RuntimeError, match=r"rank \d: metrics\(\) needs metrics=True"):
+    with pytest.raises(RuntimeError, match=r"rank \d: metrics\(\) requires metrics=True"):
         ddp.metrics()
     ddp = DistributedDataParallel(net(), metrics=True)
     found = train(ddp, EVERY, lambda _: time.sleep(0.002))[-1]

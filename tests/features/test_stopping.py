@@ -128,7 +128,7 @@ def test_each_rank_logs_the_requesting_ranks_once(rank: int) -> None:
             ddp.request_stop()
         for _ in range(3):
             train_step(ddp, drawn(5, 4))
-    asked = "asked by rank 1 and rank 2, all ranks stop after the same reduction"
+    asked = "stop requested by rank 1 and rank 2; all ranks stop after the same reduction"
     assert [line for line in kept.lines() if "stop" in line] == [f"rank {rank}: {asked}"]
 
 

@@ -27,7 +27,7 @@ from tritonddp import DistributedDataParallel
 BAD: list[tuple[Any, str, type[Exception], str]] = [
     *((n, "mean", TypeError, "number of items") for n in ("3", None, True, torch.ones(2), 1j)),
     *(
-        (n, "mean", ValueError, "finite and not negative")
+        (n, "mean", ValueError, "finite and nonnegative")
         for n in (-1, math.nan, math.inf, 10**400, torch.tensor(-0.5))
     ),
     (1, "none", ValueError, "'none'"),
@@ -49,7 +49,7 @@ def test_what_is_no_weight_is_refused() -> None:
 def test_backwards_that_do_not_fit_a_window_are_refused_until_it_is_dropped() -> None:
     misfits: list[tuple[dict[str, Any], str]] = [
         ({}, "has no weight"),
-        ({"weight": 1, "reduction": "sum"}, "'mean' and with reduction='sum'"),
+        ({"weight": 1, "reduction": "sum"}, "'mean' and reduction='sum'"),
     ]
     for options, said in misfits:
         ddp = wrap(net())
@@ -145,7 +145,7 @@ def test_nothing_on_all_ranks_is_said_once(rank: int) -> None:
             backward(ddp, weight=0)
             assert_all(ddp.module.first.weight, 0)
     (line,) = said.lines()
-    assert "all ranks have given this backward the weight 0" in line
+    assert "all ranks gave this backward the weight 0" in line
 
 
 @ranks(2, views=True)

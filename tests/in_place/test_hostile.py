@@ -219,7 +219,7 @@ class Entry(Registered, name="entry"):
 
 @ranks(2)
 def test_a_class_that_takes_no_subclass_is_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(TypeError, match=r"class of Entry cannot be changed .*'name'.*: wrap it"):
+    with pytest.raises(TypeError, match=r"class of Entry cannot be changed .*'name'.*: wrap the"):
         replicate(Entry())
 
 

@@ -126,7 +126,7 @@ def test_an_optimizer_of_the_replaced_parameters_is_an_error_when_it_steps() -> 
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     replicate(net, device_mesh=mesh["dp"])
     squares(net(torch.ones(2, 4))).backward()
-    with pytest.raises(RuntimeError, match="make the optimizer after the module is replicated"):
+    with pytest.raises(RuntimeError, match="create the optimizer after replicating"):
         optimizer.step()
 
 

@@ -161,7 +161,7 @@ def test_a_backward_of_one_rank_alone_is_an_error_on_all_and_averages_nothing(ra
     text = str(error.value)
     assert re.search(r"rank 0 has 'called in .*probe_on_rank_0 \(test_replicate.py:", text)
     assert "has 'called in train_step (training.py:" in text
-    assert "under no_sync(), or use torch.autograd.grad" in text
+    assert "inside no_sync(), or use torch.autograd.grad" in text
     train_step(net, drawn(5, 4, step=4))  # and training may go on
     assert_same_on_all_ranks(gradients(net))
 
@@ -309,8 +309,8 @@ def test_what_cannot_be_replicated_is_named_and_left_as_it_was() -> None:
         (wrapped, TypeError, "this DistributedDataParallel is a wrapper"),
         (wrapped.module, ValueError, "it is wrapped already"),
         (torch.jit.script(nn.Linear(2, 2)), TypeError, "is a TorchScript module"),
-        (Named(), ValueError, "Named has attributes of its own.*: metrics"),
-        (Failing(), ValueError, "Failing has attributes of its own.*: no_sync"),
+        (Named(), ValueError, "Named has attributes that .*: metrics"),
+        (Failing(), ValueError, "Failing has attributes that .*: no_sync"),
         ("net", TypeError, r"module must be a torch.nn.Module, got str"),
         (nn.Tanh(), RuntimeError, "doesn't have any parameter"),
     ]
@@ -323,7 +323,7 @@ def test_what_cannot_be_replicated_is_named_and_left_as_it_was() -> None:
         replicate(seeded(), bucket_size=3)
     with pytest.raises(ValueError, match=r"use torch\.autocast"):
         replicate(seeded(), mixed_precision=object())
-    with pytest.raises(ValueError, match="'0' is replicated in place already"):
+    with pytest.raises(ValueError, match="'0' is already replicated in place"):
         DistributedDataParallel(nn.ModuleList([whole]))
     with pytest.raises(TypeError, match="Encoder is not replicated"):
         ddp(seeded())

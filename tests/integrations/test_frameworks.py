@@ -113,7 +113,7 @@ def test_an_accelerator_finds_our_class_and_no_other_does() -> None:
 
 
 def test_an_object_that_is_not_a_fresh_accelerator_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"got Linear; a Trainer of transformers has one as its \."):
+    with pytest.raises(TypeError, match=r"got Linear. A Trainer of transformers holds one in \."):
         use_tritonddp(torch.nn.Linear(1, 1))
     accelerator = Accelerator()
     stock = torch.nn.parallel.DistributedDataParallel

@@ -89,7 +89,7 @@ def test_modules_that_keep_the_class_are_named_once_when_it_is_replaced(
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
     if not in_ray:
         monkeypatch.delitem(sys.modules, "ray")
-    text = rf"by name before, and keep it: .*{bound}.* If they wrap"
+    text = rf"by name earlier, and keep it: .*{bound}.* If they wrap"
     text += f".*{re.escape(HOOK)}" if in_ray else r".*tritonddp\.integrations\.$"
     with pytest.warns(UserWarning, match=text):
         tritonddp.replace_stock()
@@ -116,7 +116,7 @@ def train(ddp: nn.Module) -> None:
             ddp(torch.ones(1, 1))
 
 
-@pytest.mark.filterwarnings("ignore:These modules had imported:UserWarning")
+@pytest.mark.filterwarnings("ignore:These modules imported:UserWarning")
 @pytest.mark.parametrize("for_good", [True, False])
 def test_a_wrapper_that_is_still_torchs_works(for_good: bool, wrap: Any) -> None:
     """Its methods look torch's class up by its name too."""
@@ -133,7 +133,7 @@ def test_a_wrapper_that_is_still_torchs_works(for_good: bool, wrap: Any) -> None
     train(stock)
 
 
-@pytest.mark.filterwarnings("ignore:These modules had imported:UserWarning")
+@pytest.mark.filterwarnings("ignore:These modules imported:UserWarning")
 def test_others_may_subclass_and_set_the_name(wrap: Any) -> None:
     with replacement.stock_replaced():
         tritonddp.replace_stock()

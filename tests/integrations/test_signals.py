@@ -147,8 +147,8 @@ def test_the_line_in_the_log_takes_no_lock_that_the_main_thread_holds(asked: Ask
     finally:
         logger.removeHandler(handler)
     assert lines == [
-        "rank 3: SIGHUP: asks all ranks to stop after the same reduction; a second SIGHUP does "
-        "what it did before"
+        "rank 3: received SIGHUP and asks all ranks to stop after the same reduction; a second "
+        "SIGHUP has its previous effect"
     ]
 
 
@@ -161,9 +161,9 @@ def test_the_line_in_the_log_takes_no_lock_that_the_main_thread_holds(asked: Ask
         ([15.0], TypeError, r"got 15\.0"),
         ([USR1, 4000], ValueError, "there is no signal 4000"),
         ([0], ValueError, "there is no signal 0"),
-        ([signal.SIGKILL], ValueError, "cannot go on after SIGKILL"),
-        ([USR1, signal.SIGSTOP], ValueError, "cannot go on after SIGSTOP"),
-        ([signal.SIGSEGV], ValueError, "cannot go on after SIGSEGV: use another signal"),
+        ([signal.SIGKILL], ValueError, "cannot continue after SIGKILL"),
+        ([USR1, signal.SIGSTOP], ValueError, "cannot continue after SIGSTOP"),
+        ([signal.SIGSEGV], ValueError, "cannot continue after SIGSEGV: use another signal"),
     ],
 )
 def test_a_wrong_signal_is_an_error_and_changes_nothing(
@@ -175,7 +175,7 @@ def test_a_wrong_signal_is_an_error_and_changes_nothing(
 
 def test_another_thread_gets_an_error_that_names_the_remedy(asked: Asked) -> None:
     def there() -> None:
-        with pytest.raises(RuntimeError, match="main thread only: call it there, or have this"):
+        with pytest.raises(RuntimeError, match="main thread only: call it there, or call"):
             tritonddp.stop_on_signal()
         with pytest.raises(RuntimeError, match="main thread only"):
             ours.remove()
@@ -310,7 +310,7 @@ def test_a_signal_to_the_group_leaves_workers_of_loaders_at_work(
     done = shielded(tmp_path, *cases)
     expected = [f"{method} True 1 [False, False]" for _, method, *_ in cases]
     assert done.stdout.splitlines() == expected, done.stderr[-3000:]
-    assert "run already" not in done.stderr
+    assert "already running" not in done.stderr
 
 
 @pytest.mark.long
@@ -318,7 +318,9 @@ def test_workers_that_cannot_be_shielded_are_named(tmp_path: Path) -> None:
     """SIGWINCH ends nobody."""
     done = shielded(tmp_path, (signal.SIGWINCH, "spawn", False, True))
     assert "spawn True 1 [False, False]" in done.stdout, done.stderr[-3000:]
-    assert re.search(r"will end workers .* run already \(processes \d+, \d+\): enter", done.stderr)
+    assert re.search(
+        r"will end DataLoader workers.* already running \(processes \d+, \d+\): enter", done.stderr
+    )
 
 
 def test_workers_end_with_their_parent_and_survive_a_signal_of_their_own(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_without_triton_and_without_linux_it_trains_on_the_cpu(tmp_path: Path) -
     done = launched.run(script, tmp_path / "store", nproc=None, env=env)
     assert done.returncode == 0, done.stderr
     assert without_gloo(done.stdout) == "compare: 2\n"
-    assert "tritonddp compare: error: needs Linux or macOS" in done.stderr
+    assert "tritonddp compare: error: requires Linux or macOS" in done.stderr
 
 
 def test_a_clone_in_the_folder_of_the_script_does_not_hide_an_editable_install(

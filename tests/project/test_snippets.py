@@ -79,7 +79,7 @@ def play(code: str, place: str, makes: Any) -> None:
     """Run a snippet on this rank, and check that the ranks still have the same parameters."""
     known = names(code, makes, Path(gather(tempfile.mkdtemp())[0]))
     if OF_A_GPU in code:
-        with pytest.raises(ValueError, match=r"device_ids \[0\].*leave them out"):
+        with pytest.raises(ValueError, match=r"device_ids \[0\].*omit both arguments"):
             exec(compile(code, place, "exec"), dict(known))
         code = code.replace(OF_A_GPU, "")
     for part in code.split("\n...\n"):

@@ -24,7 +24,7 @@ def check_texts(notebook: Any) -> None:
     assert "parameters equal, bit for bit: True" in printed["train"]
     assert "rank 1 is the slowest: " in printed["slow"]
     drift = printed["drift"]
-    assert "these differ between ranks (1 of 52 parameters, 0 of 52 grad" in drift
+    assert "values differ between ranks (1 of 52 parameters, 0 of 52 grad" in drift
     assert "'encoder.layers.2.linear1.weight'" in drift
     assert "rank 0, step 40, check_sync(): " in drift
     died, differ = printed["dies"], printed["differ"]

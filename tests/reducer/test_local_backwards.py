@@ -194,7 +194,13 @@ def test_microbatches_behind_the_reduced_one_are_named_when_an_optimizer_steps()
                 optimizer.step()
                 optimizer.zero_grad()
     assert len(lines) == 1
-    for part in ("rank", "step", "'first.weight'", "averaged already", "outside no_sync()"):
+    for part in (
+        "rank",
+        "step",
+        "'first.weight'",
+        "added to averaged gradients",
+        "outside no_sync()",
+    ):
         assert part in lines[0]
 
 

@@ -46,7 +46,7 @@ def test_invalid_requests_are_refused_before_a_collective() -> None:
             (TypeError, "", [None] * 8, 5),
             ((TypeError, ValueError), "", [params[0]], [None]),
             (ValueError, r"no\.such", {"no.such": wrong}, None),
-            (ValueError, "give the gradients too", None, params),
+            (ValueError, "pass the gradients too", None, params),
         ):
             with pytest.raises(error, match=text):
                 ddp.reduce_gradients(grads, of)

@@ -137,10 +137,10 @@ TOGETHER = "need to be set at the same time"
 DIVIDED = "positive and finite, got "
 WRONG_VALUES: list[tuple[str, dict[str, Any]]] = [
     (
-        "does not belong to process_group; on the ranks of the group only",
+        "does not belong to process_group; only on the ranks of the group",
         {"process_group": dist.GroupMember.NON_GROUP_MEMBER},
     ),
-    ("device_ids [0]; cpu; leave them out", {"device_ids": [0]}),
+    ("device_ids [0]; cpu; omit both arguments", {"device_ids": [0]}),
     ("single element; [0, 1]", {"device_ids": [0, 1]}),
     ("output_device 1", {"output_device": 1}),
     ("bucket_cap_mb; -1", {"bucket_cap_mb": -1}),
@@ -150,7 +150,7 @@ WRONG_VALUES: list[tuple[str, dict[str, Any]]] = [
     ("bucket_cap_mb_list; -2", {"bucket_cap_mb_list": [1, -2]}),
     (f"{DELAYED}; {TOGETHER}", {DELAYED: [("a", PARAM)]}),
     (f"{UNTIL}; {TOGETHER}", {UNTIL: PARAM}),
-    ("none of the wrapped module's: 'a'", {DELAYED: [("a", PARAM)], UNTIL: PARAM}),
+    ("not belong to the wrapped module: 'a'", {DELAYED: [("a", PARAM)], UNTIL: PARAM}),
     ("torch.int8; reduce_dtype", {"mixed_precision": _MixedPrecision(reduce_dtype=torch.int8)}),
     (
         "torch.bfloat16, torch.float16, torch.float32; torch.int8",
@@ -397,9 +397,9 @@ def test_arguments_without_effect_are_accepted() -> None:
 @ranks(2)
 def test_a_wrapper_in_a_wrapper_cannot_share_gradients_by_view() -> None:
     inner = DistributedDataParallel(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="wrapped already"):
+    with pytest.raises(ValueError, match="already wrapped"):
         DistributedDataParallel(nn.Sequential(inner), gradient_as_bucket_view=True)
-    with pytest.warns(UserWarning, match="'0' is wrapped already.*averaged twice") as caught:
+    with pytest.warns(UserWarning, match="'0' is already wrapped.*averaged twice") as caught:
         DistributedDataParallel(nn.Sequential(inner))
     assert [each.filename for each in caught] == [__file__]
     other = dist.new_group()  # for example across hosts, if the inner one is within a host

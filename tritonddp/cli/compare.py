@@ -1,11 +1,11 @@
 """Time a script with torch's class and with tritonddp's, and compare their gradients.
 
 The script is not edited. Both contenders run at the same time on this machine and take turns, so
-that both see the same noise; a short script is run as a whole, again and again. What it saves with
-torch.save, safetensors or torch.distributed.checkpoint goes to a folder of the launch in TMPDIR and
-is loaded from there, so no launch overwrites or resumes from the files of another. Other files,
-such as logs and those that the script opens itself, are written where it says. docs/try.md says how
-the times are compared, and what the verdict means.
+that both see the same noise; a short script is run as a whole, repeatedly. Files that it saves with
+torch.save, safetensors or torch.distributed.checkpoint go to a folder of the launch in TMPDIR and
+are loaded from there, so no launch overwrites the files of another or resumes from them. Other
+files, such as logs and files that the script opens itself, are written to their usual place. See
+docs/try.md for how times are compared, and for the meaning of the verdict.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ if TYPE_CHECKING:  # it imports torch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command and of the script."""
     add = parser.add_argument
-    several = "ranks, as torchrun takes it (default: %(default)s)"
+    several = "number of ranks, as for torchrun (default: %(default)s)"
     add("--nproc-per-node", "--nproc_per_node", type=ranks, default=RANKS, help=several)
-    seconds = "seconds for all, after the script has started the first time (default: %(default)s)"
+    seconds = "total seconds, counted from the first start of the script (default: %(default)s)"
     add("--seconds", type=whole(0), default=120, metavar="S", help=seconds)
-    within = "percent to which the ratio is to be known; then it stops (default: %(default)s)"
+    within = "stop when the ratio is known to this many percent (default: %(default)s)"
     add("--within", type=whole(1), default=2, metavar="P", help=within)
-    alone = "whole launches in turn, where there is no memory for two models: noisier"
+    alone = "run one contender at a time, if two models do not fit in memory: noisier"
     add("--one-at-a-time", action="store_true", help=alone)
-    files = "let the script save its files where it says, and load them in the next launch"
+    files = "do not redirect the files that the script saves; the next launch loads them"
     add("--keep-files", action="store_true", help=files)
-    against = "what runs beside stock; stock itself tells what is noise (default: %(default)s)"
+    against = 'contender to compare with stock DDP; "stock" shows the noise (default: %(default)s)'
     add("--against", choices=(OURS, "stock"), default=OURS, help=against)
-    add("--html", type=Path, metavar="FILE", help="write a report with pictures, in one file")
-    add("--json", action="store_true", help="print one JSON object, and nothing else on stdout")
-    add("-m", "--module", action="store_true", help="the script is the name of a module")
-    add("script", help="the training script, as torchrun takes it")
+    add("--html", type=Path, metavar="FILE", help="write an HTML report with plots to this file")
+    add("--json", action="store_true", help="print only one JSON object on stdout")
+    add("-m", "--module", action="store_true", help="the script is a module name")
+    add("script", help="the training script, as for torchrun")
     add("script_arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
 
@@ -57,7 +57,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Compare, and print the report. Return the exit code."""
     if not hasattr(os, "getloadavg"):
         print(
-            f"tritonddp compare: error: needs Linux or macOS, not {sys.platform}", file=sys.stderr
+            f"tritonddp compare: error: requires Linux or macOS, not {sys.platform}",
+            file=sys.stderr,
         )
         return 2
     missing = ""
@@ -89,18 +90,19 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
     script = ["-m"] * arguments.module + [arguments.script, *arguments.script_arguments]
     labels = ("stock", "stock again" if arguments.against == "stock" else arguments.against)
     progress.say(
-        f"compare {arguments.script} with stock DDP and with {labels[1]}: gradients, and times "
-        f"in turns, {arguments.nproc_per_node} ranks each"
+        f"comparing {arguments.script} with stock DDP and with {labels[1]}: gradients, and step "
+        f"times in turns, {arguments.nproc_per_node} ranks each"
     )
     progress.say(
-        f"about {LEAST_LAUNCHES} to 10 launches of both, until the ratio of their steps is known "
-        f"to {arguments.within} %, or for {arguments.seconds} s after the script has started; the "
-        "first gives a first table. Ctrl-C ends all, and shows what is known"
+        f"about {LEAST_LAUNCHES} to 10 launches of both, until the ratio of step times is known "
+        f"to {arguments.within} %, or for {arguments.seconds} s after the script has started. The "
+        "first launch gives a first table. Ctrl-C stops and shows the results so far"
     )
     if not arguments.keep_files:
         progress.say(
-            "what the script saves with torch.save, safetensors or torch.distributed.checkpoint "
-            "goes to a scratch folder, and your files stay as they are (--keep-files: not so)"
+            "files that the script saves with torch.save, safetensors or "
+            "torch.distributed.checkpoint go to a scratch folder; your files are unchanged "
+            "(disable with --keep-files)"
         )
     # It imports torch while the script starts, so that this takes no extra time.
     loading = Thread(target=import_module, args=("tritonddp.cli.comparison.page",))
@@ -118,7 +120,7 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
         try:
             while True:
                 number, began = len(launches.pairs) + 1, time.monotonic()
-                progress.say(f"launch {number} starts")
+                progress.say(f"starting launch {number}")
                 try:
                     launches.play()
                 except ScriptError as error:
@@ -130,7 +132,7 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
                 fitting = round((launches.started + arguments.seconds - now) / (now - began))
                 stopped = _stopped(launches, fitting, arguments)
                 more = max(fitting, LEAST_LAUNCHES - number, 1)
-                rest = "" if stopped else f"; at most {more} more of {now - began:.0f} s"
+                rest = "" if stopped else f"; at most {more} more, of {now - began:.0f} s each"
                 progress.say(f"launch {number}: {_ratios(launches)}{rest}")
                 if stopped or number == 1:
                     comparison = _shown(launches, stopped, arguments)
@@ -138,7 +140,7 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
                     return comparison
         except KeyboardInterrupt:
             if launches.pairs:
-                stopped = f"Interrupted; launches until then: {len(launches.pairs)}."
+                stopped = f"Interrupted. Completed launches: {len(launches.pairs)}."
                 _shown(launches, stopped, arguments)
             elif arguments.json:
                 print(json.dumps({"error": "interrupted"}))
@@ -152,29 +154,29 @@ def _ratios(launches: Launches) -> str:
         outcomes = zip(launches.labels, pair.outcomes or (), strict=False)
         return (
             ", ".join(f"{label} {of.how}" for label, of in outcomes)
-            or "gradients alone, no times yet"
+            or "gradients only, no times yet"
         )
     ratio, last = Ratio.over(launches.times), Ratio.over(launches.times[-1:])
-    return f"ratio {last.value:.3f}; all so far {ratio}"
+    return f"ratio {last.value:.3f}; over all launches {ratio}"
 
 
 def _stopped(launches: Launches, fitting: int, arguments: argparse.Namespace) -> str:
     """Return why there are no more launches; empty if there are."""
     times, pair = launches.times, launches.pairs[-1]
     if pair.time is None and pair.outcomes is not None:
-        return "Times are not compared."
+        return "Times were not compared."
     if not times:
         return ""
     ratio = Ratio.over(times)
     if len(times) >= LEAST_LAUNCHES and 100 * ratio.reach <= arguments.within:
         return f"Known to {arguments.within} % after {len(times)} launches."
     if fitting < 1 and len(times) != 2:  # Student's interval of two is meaningless
-        longer = "a longer --seconds tells more"
+        longer = "increase --seconds"
         if not launches.in_turns:
-            longer += ", and so does a script with more steps"
+            longer += ", or use a script with more steps"
         return (
-            f"In {arguments.seconds} s the ratio could not be known to {arguments.within} %: "
-            f"{longer}."
+            f"In {arguments.seconds} s, the ratio could not be determined to "
+            f"{arguments.within} %: {longer}."
         )
     return ""
 

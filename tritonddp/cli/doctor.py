@@ -1,10 +1,10 @@
-"""Show what this machine has, what its ranks find together, and what follows for training.
+"""Show this machine, the communication rates of its ranks, and the consequences for training.
 
-    tritonddp doctor                          a rank for each card, or 2 ranks on the CPU
+    tritonddp doctor                          one rank per GPU, or 2 ranks on the CPU
     torchrun ... -m tritonddp doctor          the ranks that torchrun starts, on any number of hosts
-    ... --parameters 124e6 --backward-ms 336  what fp32, bf16 and int8 would make this model wait
+    ... --parameters 124e6 --backward-ms 336  exposed time of fp32, bf16 and int8 for this model
 
-Each line appears when it is known; the name of what is looked at appears before.
+Each line appears as soon as it is known, and the name of each check before it starts.
 """
 
 from __future__ import annotations
@@ -23,28 +23,34 @@ from tritonddp.cli.terminal import cpu_model, positive, whole
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     add = parser.add_argument
-    several = "ranks on this host (default: one for each card, or 2; torchrun's have their own)"
+    several = "number of ranks on this host (default: one per GPU, or 2; ignored under torchrun)"
     add("--nproc-per-node", type=whole(1), metavar="N", help=several)
-    device = "where what the ranks exchange lies (default: cuda if there are cards)"
+    device = "device of the exchanged tensors (default: cuda if there are GPUs)"
     add("--device", choices=("cpu", "cuda"), help=device)
-    seconds = "seconds until a rank that does not answer is an error (default: 60)"
+    seconds = "seconds after which an unresponsive rank is an error (default: 60)"
     add("--timeout", type=whole(1), default=60, metavar="S", help=seconds)
-    add("--parameters", type=positive, default=0.0, metavar="N", help="of the model, as in 124e6")
-    backward = "milliseconds of a backward on one rank, which `tritonddp compare` shows"
+    add(
+        "--parameters",
+        type=positive,
+        default=0.0,
+        metavar="N",
+        help="number of parameters of the model, for example 124e6",
+    )
+    backward = "milliseconds of a backward on one rank, as shown by `tritonddp compare`"
     add("--backward-ms", type=positive, default=0.0, metavar="T", help=backward)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the report. Return 0, or 1 if something is broken."""
     if arguments.backward_ms and not arguments.parameters:
-        print("tritonddp doctor: error: --backward-ms needs --parameters", file=sys.stderr)
+        print("tritonddp doctor: error: --backward-ms requires --parameters", file=sys.stderr)
         return 2
     is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     is_first = not is_launched or os.environ.get("LOCAL_RANK", "0") == "0"
     if is_first:  # one report for each host
         print(
-            "tritonddp doctor: imports torch, then looks at this machine and its ranks; 10 to 60 "
-            "seconds\n",
+            "tritonddp doctor: importing torch, then checking this machine and its ranks (10 to "
+            "60 seconds)\n",
             flush=True,
         )
     import torch
@@ -63,7 +69,7 @@ def main(arguments: argparse.Namespace) -> int:
         print("ranks", flush=True)
     model = arguments.parameters, arguments.backward_ms
     if ranks == 1:
-        show("group", "1 rank: nothing is exchanged, so no line is measured")
+        show("group", "1 rank: nothing is exchanged, so no network rate is measured")
         return 0
     if is_launched:
         doctor_ranks.main(device, arguments.timeout, model)
@@ -94,7 +100,7 @@ def _show_machine(device: str) -> bool:
     for name, version in versions.items():
         show(name, version)
     print("devices")
-    show("cpu", f"{cpu_model()}, {usable_cores()} cores that this process may use")
+    show("cpu", f"{cpu_model()}, {usable_cores()} cores available to this process")
     for index in range(torch.cuda.device_count() if has_cards else 0):
         card = torch.cuda.get_device_properties(index)
         memory, capability = as_bytes(card.total_memory), f"{card.major}.{card.minor}"
@@ -104,12 +110,12 @@ def _show_machine(device: str) -> bool:
     if not has_cards and shutil.which("nvidia-smi"):
         show(
             "cuda",
-            "nvidia-smi is here, but torch sees no card: this torch is for the CPU, the driver is "
-            "too old for it, or CUDA_VISIBLE_DEVICES hides the cards",
+            "nvidia-smi is installed, but torch finds no GPU: this is a CPU build of torch, the "
+            "driver is too old, or CUDA_VISIBLE_DEVICES hides the GPUs",
         )
     try:
         if device == "cuda" and not has_cards:
-            raise RuntimeError("torch sees no CUDA device here")
+            raise RuntimeError("torch finds no CUDA device")
         select(torch.device(device))
     except (ImportError, RuntimeError) as error:
         print(f"broken: kernels: {error}", flush=True)
@@ -129,18 +135,18 @@ def _links() -> str:
     kinds = {kind for row in rows for kind in row[1 : 1 + len(rows)]} - {"X"}
     others = ", ".join(sorted(kind for kind in kinds if not kind.startswith("NV")))
     if not kinds:
-        return "not known: `nvidia-smi topo -m` does not tell"
+        return "unknown: `nvidia-smi topo -m` reports nothing"
     if not others:
-        return "NVLink between all cards"
+        return "NVLink between all GPUs"
     some = any(kind.startswith("NV") for kind in kinds)
-    return "NVLink between some cards" if some else f"no NVLink (nvidia-smi: {others})"
+    return "NVLink between some GPUs" if some else f"no NVLink (nvidia-smi: {others})"
 
 
 def _triton_version() -> str:
     try:
         import triton
     except ImportError:
-        return "not installed; only GPUs need it"
+        return "not installed; needed on GPUs only"
     return str(triton.__version__)
 
 
@@ -156,7 +162,7 @@ def _launch(ranks: int, of_ranks: list[str]) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # failures are reported below
     words = ["--standalone", "--nproc-per-node", str(ranks), "-m", doctor_ranks.__name__]
     arguments = torch.distributed.run.get_args_parser().parse_args([*words, *of_ranks])
-    show("start", f"{ranks} processes, which import torch")
+    show("start", f"{ranks} processes, importing torch")
     try:
         torch.distributed.run.run(arguments)
     except ChildFailedError as error:

@@ -82,14 +82,15 @@ def _take_part(device_type: str, timeout: float, model: Sequence[float]) -> None
     with _stage("transport", is_shown) as tell:
         refusal = _refusal(device)
         if refusal is None:
-            tell("memory that the ranks of a host share" + f", {backend} between" * (hosts > 1))
+            tell("shared memory of the ranks of a host" + f", {backend} between" * (hosts > 1))
         else:
             tell(f"the process group ({backend}): {refusal.why}")
     with _stage("line", is_shown) as tell:
         line = _measure(group, group, device)
         tell(
-            f"an all-reduce of 1 element takes {as_time(line.latency)}, of {as_bytes(line.nbytes)} "
-            f"{as_time(line.seconds)}: each rank sends {as_rate(line.rate)}"
+            f"an all-reduce of 1 element takes {as_time(line.latency)}, an all-reduce of "
+            f"{as_bytes(line.nbytes)} takes {as_time(line.seconds)}: each rank sends "
+            f"{as_rate(line.rate)}"
         )
     lines = None  # unknown
     if len(set(per_host)) == 1:
@@ -106,7 +107,7 @@ def _take_part(device_type: str, timeout: float, model: Sequence[float]) -> None
             lines = replace(lines, within=within, across=across)
     dist.destroy_process_group()
     if is_shown:
-        print("what follows for training")
+        print("consequences for training")
         for sentence in consequences(refusal, lines, group.size, model):
             print(f"- {sentence}", flush=True)
 
@@ -144,7 +145,7 @@ def check_versions(own: dict[str, str], group: Group, device: torch.device) -> N
     """
     named = {f"version of {name}": version for name, version in own.items()}
     described = {"parameter": {}, "buffer": {}, "option": named}
-    verify_same(described, group, device, _WHERE, "Install the same one everywhere.")
+    verify_same(described, group, device, _WHERE, "Install the same version on all hosts.")
 
 
 def _refusal(device: torch.device) -> Refusal | None:
@@ -155,8 +156,8 @@ def _refusal(device: torch.device) -> Refusal | None:
     memory = wrapped._ddp_state.core.manager.memory
     if memory is not None:
         return memory.refusal
-    on_gpu = "on GPUs there is no other"
-    on_cpu = "it is not one of gloo, or TORCH_DISTRIBUTED_DEBUG is DETAIL"
+    on_gpu = "shared memory is not used on GPUs"
+    on_cpu = "it is not a gloo group, or TORCH_DISTRIBUTED_DEBUG is DETAIL"
     return Refusal(on_gpu if device.type == "cuda" else on_cpu)
 
 
@@ -207,21 +208,22 @@ def consequences(
     """Yield sentences about the consequences for training, with the option to set."""
     if refusal is None and lines is not None and lines.hosts == 1:
         yield (
-            "Gradients do not leave this host: nothing to set. bf16 and int8 would not be faster: "
-            "on the CPUs of one host to round gradients takes longer than to exchange them."
+            "Gradients do not leave this host: no option needs to be set. bf16 and int8 would not "
+            "be faster, because rounding gradients on the CPUs of one host takes longer than "
+            "exchanging them."
         )
     elif lines is None:
-        yield "Hosts have different numbers of ranks: no estimate of what training waits for."
+        yield "Hosts have different numbers of ranks: exposed times cannot be estimated."
     else:
         yield from _wires(lines, model[0], model[1] / 1e3)
     if refusal is not None and refusal.is_failure:
         yield (
-            "Ranks of a host cannot share memory for gradients and take gloo, which is slower: see "
-            'the transport above; transport="process_group" makes that a choice.'
+            "Ranks of a host cannot share memory for gradients and use gloo, which is slower: see "
+            'the transport above. Set transport="process_group" to choose this explicitly.'
         )
     yield (
-        f"tritonddp.ZeroRedundancyOptimizer would keep 1/{ranks} of the optimizer's state on each "
-        "rank, if memory is short."
+        f"If memory is short, use tritonddp.ZeroRedundancyOptimizer, which keeps 1/{ranks} of the "
+        "optimizer state on each rank."
     )
 
 
@@ -229,13 +231,13 @@ def _wires(lines: Lines, given: float, backward: float) -> Iterator[str]:
     """Compare the exposed time of the formats, and recommend one; ``given``: parameters or 0."""
     parameters, exposed = given or 1e6, {}
     rows = [
-        f"What training waits for (exposed) with {parameters:,.0f} parameters and a backward of "
-        f"{1e3 * backward:g} ms. Calculated from the rates above, not measured:"
+        f"Exposed communication time with {parameters:,.0f} parameters and a backward of "
+        f"{1e3 * backward:g} ms, calculated from the rates above, not measured:"
     ]
     for wire, (option, _) in WIRES.items():
         exchange, quantizing, exposed[wire] = lines.times(wire, parameters, backward)
-        more = f" and {as_time(quantizing)} to quantize" if quantizing else ""
-        times = f"exposed {as_time(exposed[wire])} of an exchange of {as_time(exchange)}{more}"
+        more = f" plus {as_time(quantizing)} for quantization" if quantizing else ""
+        times = f"{as_time(exposed[wire])} exposed of {as_time(exchange)} for the exchange{more}"
         rows.append(f"{wire}: {times} ({option})")
     yield "\n    ".join(rows)
     best = min(exposed, key=exposed.__getitem__)
@@ -243,10 +245,10 @@ def _wires(lines: Lines, given: float, backward: float) -> Iterator[str]:
     if not given:
         yield "For your model: tritonddp doctor --parameters N --backward-ms T."
     elif saved < _LEAST_SAVED * (backward + exposed["fp32"]):
-        yield f"Keep the default: fewer bytes would save less than {_LEAST_SAVED:.0%} of a step."
+        yield f"Keep the default: other formats save less than {_LEAST_SAVED:.0%} of a step."
     else:
-        text = f"Try {WIRES[best][0]}: it would save up to {as_time(saved)} a step"
-        yield f"{text}, and it rounds gradients (docs/fewer-bytes.md)."
+        text = f"Try {WIRES[best][0]}: it would save up to {as_time(saved)} per step"
+        yield f"{text}, but it rounds gradients (docs/fewer-bytes.md)."
 
 
 def as_bytes(nbytes: float) -> str:

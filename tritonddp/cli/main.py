@@ -17,16 +17,15 @@ from collections.abc import Sequence
 from tritonddp import __version__
 
 COMMANDS = {
-    "run": "run a script under torchrun, with tritonddp's class in the place of torch's",
-    "compare": "time a script with torch's class and with tritonddp's, and compare their gradients",
-    "doctor": "show what this machine has, how fast its ranks exchange, and what follows",
+    "run": "run a script under torchrun with tritonddp's class in place of torch's",
+    "compare": "time a script with torch's class and with tritonddp's, and compare the gradients",
+    "doctor": "show this machine, the communication rates of its ranks, and what to set",
 }
 EXIT_CODES = """\
 exit codes:
-  0  fine (run: the script's own exit code)
-  1  something was found: gradients or parameters differ, tritonddp is slower or fails
-     alone, a problem
-  2  the command line cannot be carried out; the message says why
+  0  success (run: the script's exit code)
+  1  a problem was found: gradients or parameters differ, or only tritonddp fails or is slower
+  2  the command line is invalid; the message has the reason
   3  the script failed, wrapped no model or made too few steps; the message says which
 """
 
@@ -62,7 +61,7 @@ def _overview() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tritonddp",
         usage="tritonddp [-h] [--version] COMMAND ...",
-        description=f"commands (tritonddp COMMAND --help tells more):\n{commands}",
+        description=f"commands (see tritonddp COMMAND --help):\n{commands}",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

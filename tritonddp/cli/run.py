@@ -1,10 +1,10 @@
-"""Run a script under torchrun, with tritonddp's class in the place of torch's.
+"""Run a script under torchrun, with tritonddp's class in place of torch's.
 
-It takes what torchrun takes, and ends with its exit code. The script is not edited and need not
-know: every Python process below gets tritonddp's class wherever it imports torch's
-DistributedDataParallel from. In the end a line on stderr tells how many models were wrapped.
-Without a rendezvous it runs on this machine alone, with 2 ranks unless --nproc-per-node says more.
-A script that starts its ranks itself (torch.multiprocessing.spawn) is run by python instead.
+The options and the exit code are torchrun's. The script is not edited: every Python process that it
+starts uses tritonddp's class, no matter from where it imports torch's DistributedDataParallel. At
+the end, a line on stderr reports how many models were wrapped. Without a rendezvous, the script
+runs on this machine only, with 2 ranks unless --nproc-per-node is given. A script that starts its
+own ranks (torch.multiprocessing.spawn) is run with python instead.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def main(arguments: argparse.Namespace) -> int:
 def _run_as_it_is(arguments: argparse.Namespace) -> int:
     """Run a script that starts its own ranks. Return its exit code."""
     print(
-        "tritonddp run: the script starts its ranks itself, so python runs it instead of torchrun",
+        "tritonddp run: the script starts its own ranks, so it is run with python instead of "
+        "torchrun",
         file=sys.stderr,
         flush=True,
     )
@@ -113,12 +114,9 @@ def summary(counts: list[int], has_failed: bool = False, errors: Sequence[str] =
         if errors:
             return f"the script failed before it wrapped a model: {errors[0]}"
         if has_failed:
-            return (
-                "the script failed, or was stopped, before it wrapped a model: its own error is "
-                "above"
-            )
+            return "the script failed or was stopped before it wrapped a model; see its error above"
         return (
-            "WARNING: no model was wrapped by tritonddp. Does the script wrap one with torch's "
+            "WARNING: tritonddp wrapped no model. Does the script wrap a model with torch's "
             "DistributedDataParallel? (Python started with -I, -E or -S keeps torch's class.)"
         )
     numbers = ", ".join(

@@ -37,7 +37,9 @@ def positive(text: str) -> float:
 def ranks(text: str) -> str:
     """Parse ``--nproc-per-node``: a number, or a keyword of torchrun (``gpu``, ``auto``)."""
     if not text.isalpha() and not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text} is no number of ranks: 1 or more, or gpu, auto")
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a number of ranks: use 1 or more, gpu or auto"
+        )
     return text
 
 

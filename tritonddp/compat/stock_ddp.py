@@ -456,7 +456,7 @@ class StockDDPNames:
         try:
             optimizer = overlapped_optimizer(optim, optim_params, args, kwargs)
         except ValueError as error:
-            raise ValueError(f"{error} Step it after the backward.") from error
+            raise ValueError(f"{error} Step it after the backward instead.") from error
         try:
             optimizer.register_ddp(self)
         except NotImplementedError as error:
@@ -595,8 +595,9 @@ class StockDDPNames:
         # A torch Join that failed has left the protocol in place, but is gone.
         if sync.join is not None and sync.join_hook() is not None:
             raise RuntimeError(
-                f"{self._ddp_state.core.where()}: join() inside join() of the same wrapped module, "
-                "which its end would end too: leave the inner one out, or call it after the other"
+                f"{self._ddp_state.core.where()}: nested join() of the same wrapped module: the "
+                "inner context would also end the outer one. Remove the inner context, or enter "
+                "it after the outer one"
             )
         options = {"divide_by_initial_world_size": divide_by_initial_world_size}
         return UnevenInputs([cast(Joinable, self)], enable, throw_on_early_termination, **options)
@@ -657,8 +658,9 @@ def warn_of_static_graph(find_unused_parameters: bool | None) -> None:
     """Warn if ``find_unused_parameters=True`` is given with a static graph."""
     if find_unused_parameters:
         warnings.warn(
-            "You passed find_unused_parameters=true to DistributedDataParallel beside a static "
-            "graph: neither is needed here, since unused parameters are found automatically.",
+            "You passed find_unused_parameters=true to DistributedDataParallel together with a "
+            "static graph. Neither is needed, because unused parameters are detected "
+            "automatically.",
             stacklevel=users_level(),
         )
 

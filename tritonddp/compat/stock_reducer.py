@@ -96,10 +96,11 @@ class StockReducer:
         """
         core = self._core
         if core.backward is not None:
-            state = "still runs" if core.backward_runs else "broke off"
+            state = "is still running" if core.backward_runs else "failed"
             raise RuntimeError(
                 "Expected to have finished reduction in the prior iteration before starting a new "
-                f"one. {core.where()}: a backward {state}. The next forward ends its reduction."
+                f"one. {core.where()}: a backward {state}. The next forward completes its "
+                "reduction."
             )
         for work in core.deferred:  # they stay
             work()
@@ -118,10 +119,10 @@ class StockReducer:
     def refuse_notification(self, *_: Any, **__: Any) -> NoReturn:
         """Raise a RuntimeError: a subclass's forward notifies other ranks like stock DDP."""
         raise RuntimeError(
-            f"{self._core.where()}: inside join() a forward first tells the ranks without inputs "
-            "which collectives it will make. A subclass with a forward of its own must leave that "
-            "to tritonddp: call self._pre_forward(*inputs, **kwargs) before the module and "
-            "self._post_forward(output) after it, instead of stock's calls at these places"
+            f"{self._core.where()}: inside join(), a forward first tells the ranks without inputs "
+            "which collectives it will run. A subclass that overrides forward must leave this to "
+            "tritonddp: call self._pre_forward(*inputs, **kwargs) before the module and "
+            "self._post_forward(output) after it, in place of stock DDP's calls"
         )
 
     _set_forward_pass_work_handle = refuse_notification

@@ -297,11 +297,11 @@ def _lies_as(param: Parameter, grad: Tensor) -> bool:
 
 def _too_early(where: str, name: str, spoiled: Bucket) -> str:
     return (
-        f"{where}: the gradient of {name!r} was sent when the compiled backward had made it, "
-        "but then autograd gave the parameter another gradient, unlike in the steps before: the "
-        "parameter is used outside of the compiled graph too, or in another forward of this "
-        "backward, or a hook has changed or kept its gradient, or create_graph=True was set. From "
-        "the next step on its bucket waits for the end of the backward. .grad of this step is not "
-        f"the mean, and NaN in {spoiled.title}, on all ranks alike: skip the step on all ranks, or "
-        "repeat it"
+        f"{where}: the gradient of {name!r} was sent as soon as the compiled backward had "
+        "computed it, but autograd then gave the parameter another gradient, unlike in earlier "
+        "steps. Possible causes: the parameter is also used outside the compiled graph or in "
+        "another forward of this backward, a hook changed or kept its gradient, or "
+        "create_graph=True was set. From the next step on, its bucket waits for the end of the "
+        f"backward. In this step, .grad is not the mean, and is NaN in {spoiled.title}, on all "
+        "ranks: skip or repeat the step on all ranks"
     )

@@ -45,7 +45,7 @@ _VIEWS = (
     f"buffers that share memory are overwritten before each forward, {_INSIDE}, or wrap it with "
     "broadcast_buffers=False"
 )
-_BUFFERS_AFTER = f"a hook for buffers runs after each forward, {_INSIDE}"
+_BUFFERS_AFTER = f"a buffer hook runs after each forward, {_INSIDE}"
 # Methods that an untraced forward calls, and that subclasses may override.
 _STEPS = ("_pre_forward", "_run_ddp_forward", "_post_forward")
 

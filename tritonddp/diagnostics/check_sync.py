@@ -86,7 +86,7 @@ def check_sync(
         f"{kinds.count(kind)} of {all_kinds.count(kind)} {kind}s"
         for kind in dict.fromkeys(all_kinds)
     ]
-    heading = f"{where}: these differ between ranks ({', '.join(counts)}):"
+    heading = f"{where}: values differ between ranks ({', '.join(counts)}):"
     raise RuntimeError("\n".join([heading, *lines]))
 
 
@@ -187,17 +187,16 @@ def _in_words(contents: Sequence[tuple[int, float]], group: Group) -> str:
         who = rank_list(ranks, group.process_group)
         texts.append(f"{who} {'has' if len(ranks) == 1 else 'have'} {what}")
     if more := shares[_CONTENTS:]:
-        texts.append(f"{sum(map(len, more))} more ranks have {len(more)} others")
+        texts.append(f"{sum(map(len, more))} more ranks have {len(more)} other values")
     return "; ".join(texts)
 
 
 _REMEDIES = {
-    "parameter": "Parameters stay alike where all ranks begin with the same ones, and the same "
-    "optimizer makes the same steps with the same gradients: look for what some ranks alone do to "
-    "them, such as a step left out, a checkpoint loaded or random numbers of their own.",
-    "buffer": "Buffers that forwards change by each rank's own batch differ until they are "
-    "synchronized: if these are meant to, call check_sync(buffers=False).",
-    "gradient": "Gradients are alike from the end of a reduced backward until some ranks alone "
-    "change .grad: compare them before anything else is done with them, or call "
-    "check_sync(gradients=False).",
+    "parameter": "Parameters stay identical if all ranks start with the same parameters, and the "
+    "same optimizer applies the same steps with the same gradients. Look for code that only some "
+    "ranks run, such as a skipped step, a loaded checkpoint or rank-local random numbers.",
+    "buffer": "Buffers that forwards update with local batches differ until they are "
+    "synchronized. If this is intended, call check_sync(buffers=False).",
+    "gradient": "Gradients are identical from the end of a reduced backward until some ranks "
+    "change .grad. Compare them before modifying them, or call check_sync(gradients=False).",
 }

@@ -53,16 +53,18 @@ _OUTSIDE = "outside forward and backward"
 _KEY = "tritonddp/hang"  # prefix of the keys in the store
 _THREAD = "tritonddp-hang"  # name of the threads
 _NO_STORE = (
-    "where the others are is not known: the store of the process group does not answer. Rank 0 or "
-    "the launcher, which hosts it, is stopped, has ended or cannot be reached; or there is none"
+    "the state of the other ranks is unknown, because the store of the process group does not "
+    "respond. Rank 0 or the launcher, which hosts the store, is stopped, has exited or is "
+    "unreachable; or there is no store"
 )
 # States in which a process that does not answer is found.
 _STATES = {
-    "ended": "it has ended",
-    "stopped": "it is stopped, by a signal or a debugger",
-    "runs": "it runs: it has moved lately, its store is slow, or something holds its interpreter",
-    "": "it has moved lately, has ended, is stopped or cannot be reached, its store is slow, or "
-    "something holds its interpreter",
+    "ended": "it has exited",
+    "stopped": "it is stopped by a signal or a debugger",
+    "runs": "it is running: it has made progress recently, its store is slow, or its interpreter "
+    "lock is held",
+    "": "it has made progress recently, has exited, is stopped or unreachable, its store is slow, "
+    "or its interpreter lock is held",
 }
 
 
@@ -115,7 +117,7 @@ def place_of(wrapper: Any) -> Place | None:
         return Place(number, step, len(reduction.works), back, phase, bucket)
     phase = "in its forward" if wrapper.running else _OUTSIDE
     if backward is not None:
-        phase = "in a backward that is not reduced"
+        phase = "in a local backward"
     return Place(number, step, _ALL, _ALL, phase)
 
 
@@ -186,17 +188,17 @@ class _Answers:
         silent = [rank for rank in range(size) if rank not in posts]
         for rank in silent[:_SHOWN]:
             process = look_up(self.store, rank)
-            state = "has not begun to wrap a module"
+            state = "has not started to wrap a module"
             if process is not None:
-                state = f"({process}) does not answer: {_STATES[process.state]}"
+                state = f"({process}) does not respond: {_STATES[process.state]}"
             lines.append(f"{named([rank])} {state}")
         shown, what = [rank for rank in posts if _is_behind(posts[rank], places)], "is behind"
         if not shown and not silent:
-            shown, what = [rank for rank in posts if rank not in waiting], "waits for nobody"
+            shown, what = [rank for rank in posts if rank not in waiting], "waits for no rank"
         if not shown and not silent:
             shown, what = list(posts), "waits too"
             lines.append(
-                "No rank is behind: the ranks make different collectives, or the line or a "
+                "No rank is behind: the ranks run different collectives, or the network or a "
                 "device is slow"
             )
         for rank in shown[:_SHOWN]:
@@ -263,7 +265,7 @@ class _GroupWatch:
         seconds = now - self._since
         if places != self._places:
             if self._next:
-                logger.log(self._level, "rank %d goes on after %.0f s", self.group.rank, seconds)
+                logger.log(self._level, "rank %d continues after %.0f s", self.group.rank, seconds)
             if self._answers is not None:
                 take_back = self._answers.take_back
                 threading.Thread(target=take_back, name=_THREAD, daemon=True).start()
@@ -378,7 +380,7 @@ class _GroupWatch:
             here = [r for r, each in posts.items() if each.process.rpartition(" on ")[2] == host]
             self._level = logging.WARNING if self.group.rank == min(here) else logging.INFO
         except Exception:  # for example, a group written in Python has no store
-            logger.debug("no other rank could be asked", exc_info=True)
+            logger.debug("other ranks could not be queried", exc_info=True)
         self._answer = since, answer
 
 
@@ -388,8 +390,8 @@ def _flight_recorder() -> list[str]:
     if not any(os.environ.get(each, "0") != "0" for each in sizes):
         return []
     return [
-        "torch's flight recorder is on: at the timeout it writes the collectives of each rank to "
-        "TORCH_FR_DUMP_TEMP_FILE, which torchfrtrace reads"
+        "torch's flight recorder is on: at the timeout, it writes the collectives of each rank to "
+        "TORCH_FR_DUMP_TEMP_FILE, for torchfrtrace"
     ]
 
 
@@ -443,7 +445,7 @@ class _Watch(threading.Thread):
                 try:
                     each.look()
                 except Exception:  # training continues
-                    logger.debug("no look at the wrappers was possible", exc_info=True)
+                    logger.debug("the wrappers could not be checked", exc_info=True)
             del each, groups, left  # they keep process groups alive
 
 
@@ -467,7 +469,7 @@ def watch(wrapper: Any) -> None:
             try:
                 starts.start()
             except RuntimeError as error:  # the user may have no threads left: training continues
-                logger.warning("rank %d: no watch for hangs: %s", group.rank, str(error))
+                logger.warning("rank %d: hangs are not watched: %s", group.rank, str(error))
                 return
             _watch = starts
         known = [each for each in _watch.groups if each.group.process_group is group.process_group]

@@ -70,10 +70,11 @@ class HookedSteps(Extension):
             self._remove()
         if changed:
             logger.warning(
-                "%s: %s changed in the backward, before the gradients were averaged over the "
-                "ranks. If a hook of these parameters steps an optimizer, each rank trains by its "
-                "own gradients: step after backward(), or by torch.distributed.optim."
-                "_apply_optimizer_in_backward, whose steps wait for the mean. It is said once",
+                "%s: %s changed during the backward, before their gradients were averaged over "
+                "the ranks. If a parameter hook steps an optimizer, each rank trains on its local "
+                "gradients. Step after backward(), or use "
+                "torch.distributed.optim._apply_optimizer_in_backward, which steps with averaged "
+                "gradients. (Shown once.)",
                 backward.where,
                 listed(changed),
             )

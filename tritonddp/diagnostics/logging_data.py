@@ -91,7 +91,7 @@ class Logger(Extension):
     def _get_ddp_logging_data(self) -> SimpleNamespace:
         """Return the current fields: ``strs_map`` has strings, ``ints_map`` has integers."""
         wrapper = self._wrapper()
-        assert wrapper is not None, "the wrapper is gone"
+        assert wrapper is not None, "the wrapper was deleted"
         driver = wrapper._ddp_state.core
         trainable, current = driver.parameters.trainable, driver.manager.current
         last = driver.last

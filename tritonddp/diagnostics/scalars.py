@@ -36,7 +36,9 @@ def names_of(scalars: Any) -> tuple[str, ...]:
     names = (scalars,) if isinstance(scalars, str) else scalars
     is_list = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
     if not is_list or len({*names}) < len(names) or not all(map(str.isidentifier, names)):
-        raise ValueError(f"scalars should be different names of arguments, got {scalars!r}")
+        raise ValueError(
+            f"scalars should be unique names that are valid as keyword arguments, got {scalars!r}"
+        )
     return tuple(names)
 
 
@@ -64,7 +66,7 @@ class ScalarsField(HeaderField):
         """See :meth:`HeaderField.check`. Numbers of calls may differ."""
         if any(whole.values()) and not all(whole.values()):
             words = {r: listed(self.names) if calls else "none" for r, calls in whole.items()}
-            raise Disagreement(f"only some ranks have called add_scalars(): {in_words(words)}")
+            raise Disagreement(f"only some ranks called add_scalars(): {in_words(words)}")
 
 
 class Scalars(Extension):
@@ -86,8 +88,8 @@ class Scalars(Extension):
         names = self.field.names
         if values.keys() != {*names}:
             raise ValueError(
-                f"add_scalars() needs the scalars that were given when the module was wrapped "
-                f"({listed(names) or 'none'}), and got {listed([*values]) or 'none'}"
+                "add_scalars() requires the scalars that were given when wrapping the module "
+                f"({listed(names) or 'none'}), got {listed([*values]) or 'none'}"
             )
         weight = self._sync.weight
         row = torch.stack([self._number("", 1), *(self._number(n, values[n]) for n in names)])

@@ -25,19 +25,20 @@ from tritonddp.reducer.graph.backward import Backward, SyncState
 logger = logging.getLogger(__name__)
 
 AROUND = (
-    "a backward that went through no forward of the wrapped module (a call of .module, of a method "
-    "or of a submodule is none), which stays on its rank, as in stock DDP. If that was not meant, "
-    "call the wrapper itself, or reduce_gradients() after the backward. If it was, drop the "
-    "gradients by zero_grad() before others use them, or let this be"
+    "a backward that bypassed the wrapper (through .module, another method or a submodule), which "
+    "stays local as in stock DDP. If this is not intended, call the wrapper, or call "
+    "reduce_gradients() after the backward. If it is intended, discard the gradients with "
+    "zero_grad() before they are used, or ignore this warning"
 )
 INSIDE = (
-    "a backward that started inside no_sync(), and none was reduced after it. (Stock DDP reduces "
-    "it, if its forward ran outside.) Run the last backward before a step outside no_sync()"
+    "a backward that started inside no_sync(), without a reduced backward after it. (Stock DDP "
+    "reduces such a backward if its forward ran outside.) Run the last backward before a step "
+    "outside no_sync()"
 )
 ADDED = (
-    "a backward inside no_sync() that added to gradients which were averaged already, and none was "
-    "reduced after it, as where the first microbatch is reduced instead of the last. Run the last "
-    "backward before a step outside no_sync(), and all others inside"
+    "a backward inside no_sync() that added to averaged gradients, without a reduced backward "
+    "after it, for example because the first microbatch was reduced instead of the last. Run the "
+    "last backward before a step outside no_sync(), and all others inside"
 )
 
 # Attribute of a recorded gradient: the number of its record, to distinguish it from other gradients
@@ -174,8 +175,8 @@ class UnreducedGradients(Extension):
             return
         self._has_warned = True
         logger.warning(
-            "%s: %s finds gradients that are not averaged over the ranks, those of %s. They come "
-            "from %s. It is said once",
+            "%s: %s uses gradients that were not averaged over the ranks: %s. Their source is %s. "
+            "(Shown once.)",
             found[0].where,
             who,
             listed([each.name for each in found]),

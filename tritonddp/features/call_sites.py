@@ -59,9 +59,9 @@ class _CallSiteField(HeaderField):
         if differ(whole):
             raise SchemaMismatch(
                 options={} if mine is None else {"backward()": mine.name},
-                advice="The module is replicated in place: all ranks have to call backward() in "
-                "the same line. Put what one rank does alone under no_sync(), or use "
-                "torch.autograd.grad: both stay on their rank.",
+                advice="The module is replicated in place: all ranks must call backward() on the "
+                "same line of the program. Run backwards of a single rank inside no_sync(), or use "
+                "torch.autograd.grad: both stay local.",
             )
 
 

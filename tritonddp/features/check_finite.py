@@ -104,13 +104,13 @@ class FiniteCheck(Extension):
             for (index, ranks), names in self._found.items()
         ]
         if len(found) > _SHOWN:
-            found[_SHOWN:] = [f"and in {len(found) - _SHOWN} more places"]
-        fp16 = " (Beyond 65504 is Inf in fp16.)" if self._travels_in_fp16 else ""
+            found[_SHOWN:] = [f"and {len(found) - _SHOWN} more"]
+        fp16 = " (Values above 65504 are Inf in fp16.)" if self._travels_in_fp16 else ""
         return (
-            f"{where}: NaN or Inf in the gradients of {'; '.join(found)}.{fp16} So their means in "
-            ".grad are not finite, on all ranks alike: leave out this step on every rank, as "
-            "torch.amp.GradScaler does. torch.autograd.detect_anomaly() finds the operation that "
-            "made them"
+            f"{where}: NaN or Inf in the gradients of {'; '.join(found)}.{fp16} Their means in "
+            ".grad are not finite on any rank: skip this step on every rank, as "
+            "torch.amp.GradScaler does. Use torch.autograd.detect_anomaly() to find the operation "
+            "that produced them"
         )
 
 

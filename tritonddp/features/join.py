@@ -82,10 +82,10 @@ class JoinProtocol:
         """Return whether a backward that begins now is the one that a forward announced."""
         if not self.is_due and is_enabled:
             raise RuntimeError(
-                f"{where}: a backward inside join() that no forward has announced. Ranks without "
-                "inputs follow one reduced backward after each forward that runs outside "
-                "no_sync(): run the forward of this backward outside no_sync() too; put all but "
-                "the first backward of a forward, and those without a forward, under no_sync()"
+                f"{where}: backward inside join() that no forward announced. Ranks without inputs "
+                "follow exactly one reduced backward for each forward outside no_sync(). Run the "
+                "forward of this backward outside no_sync() too. Run further backwards of the "
+                "same forward, and backwards without a forward, inside no_sync()"
             )
         return self.is_due
 
@@ -93,8 +93,8 @@ class JoinProtocol:
         """Raise a RuntimeError, because ranks without inputs could not follow."""
         if not throws_on_early_termination(self._ddp):
             raise RuntimeError(
-                f"{self._state.core.where()}: {what} inside join(): a rank that has no inputs left "
-                "would not take part. Call it after join()"
+                f"{self._state.core.where()}: {what} inside join(): a rank without inputs would "
+                "not take part. Call it after join()"
             )
 
     # Steps of a forward
@@ -106,7 +106,7 @@ class JoinProtocol:
             RuntimeError: a rank is missing, or the ranks are about to run different collectives.
         """
         ddp, state = self._ddp, self._state
-        message = "inside join() each forward asks the other ranks: leave it first"
+        message = "each forward inside join() communicates with the other ranks: leave join() first"
         capture.refuse(state.core.manager.current, state.core.where(), message)
         self._group.recover()
         state.core.reducer.check_pending()  # as ranks without inputs have done
@@ -153,7 +153,7 @@ class JoinProtocol:
 
     def counting(self) -> AbstractContextManager[None]:
         """Return a context whose errors name the rank missing from the count of ranks."""
-        what = "count of the ranks that have inputs, inside join()"
+        what = "counting the ranks with inputs inside join()"
         guard: AbstractContextManager[None] = self._group.guard(self._next_forward(), what)
         return guard
 
@@ -169,8 +169,8 @@ class JoinProtocol:
         present = [number for number, each in enumerate(flags) if each]
         if len({flags[number] & _OVER_PRESENT for number in present}) > 1:
             raise RuntimeError(
-                f"{self._next_forward()}: join(divide_by_initial_world_size=...) is not the same "
-                "on all ranks"
+                f"{self._next_forward()}: divide_by_initial_world_size of join() differs between "
+                "ranks"
             )
         self.syncs_buffers = any(each & _SYNCS_BUFFERS for each in flags)
         self._differs = len(set(schemas)) > 1
@@ -178,9 +178,9 @@ class JoinProtocol:
         reduces = {flags[number] & _REDUCES for number in present}
         if len(reduces) > 1:
             raise RuntimeError(
-                f"{self._next_forward()}: inside join() ranks must agree on which forwards have a "
-                f"backward that is reduced. This one: {_in_words(flags)}. Run the same forwards "
-                "under no_sync() or torch.no_grad() on every rank"
+                f"{self._next_forward()}: inside join(), ranks must agree on which forwards have "
+                f"a reduced backward. This forward: {_in_words(flags)}. Run the same forwards "
+                "inside no_sync() or torch.no_grad() on every rank"
             )
         return reduces == {_REDUCES}
 
@@ -203,7 +203,7 @@ class JoinProtocol:
         self._verify_held(params, where)
         trains = [param.requires_grad for _, param in params]
         required = torch.tensor(trains, dtype=torch.uint8, device=self._state.device)
-        self._group.broadcast(required, self.source_rank, where, "broadcast of what is frozen")
+        self._group.broadcast(required, self.source_rank, where, "broadcast of requires_grad flags")
         if not is_present:
             for (_, param), is_trained in zip(params, required.tolist(), strict=True):
                 param.requires_grad_(bool(is_trained))
@@ -220,7 +220,7 @@ class JoinProtocol:
         """Receive the model of the last rank to run out of inputs; of several, the highest."""
         ddp, state = self._ddp, self._state
         where = f"{state.core.where()}, end of join()"
-        what = "agreement on whose model all take over inside join()"
+        what = "agreement on the source rank of the final model inside join()"
         self._gather(_PRESENT * is_last, 0, where, what)
         ddp._authoritative_rank = self.source_rank
         buffers = state.parameters.buffers() if ddp.forward_sync_buffers else []

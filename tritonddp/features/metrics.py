@@ -111,7 +111,7 @@ class Metrics(Extension):
     wrappers in different orders would wait for each other.
     """
 
-    reads_device = "how long the parts of a step take (metrics)"
+    reads_device = "step times (metrics)"
 
     def __init__(self, group: Group, device: torch.device, counters: Counters) -> None:
         self._group = group

@@ -174,6 +174,6 @@ def check_mixed_precision(config: Any) -> None:
     wire_dtype = config.reduce_dtype or config.param_dtype
     if wire_dtype is not None and wire_dtype not in DTYPES:
         raise ValueError(
-            f"mixed_precision reduces gradients in {wire_dtype}; tritonddp can do it in "
-            f"{', '.join(map(str, DTYPES))}: set reduce_dtype"
+            f"mixed_precision would reduce gradients in {wire_dtype}, which is not supported. Set "
+            f"reduce_dtype to one of {', '.join(map(str, DTYPES))}"
         )

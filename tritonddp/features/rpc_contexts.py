@@ -53,7 +53,7 @@ from tritonddp.reducer.graph.participation import (
 from tritonddp.reducer.reducer import detached
 
 _BY_HAND = (
-    "call .module instead, and average what torch.distributed.autograd.get_gradients() returns "
+    "call .module instead, and average the result of torch.distributed.autograd.get_gradients() "
     "with reduce_gradients()"
 )
 
@@ -97,22 +97,22 @@ def _check(driver: AutogradDriver) -> None:
     inside = f"{driver.where()}: inside torch.distributed.autograd.context()"
     sync = driver.sync
     if sync.weight is not None:
-        raise RuntimeError(f"{inside} a mean cannot be weighted by weighted(n): {_BY_HAND}")
+        raise RuntimeError(f"{inside} weighted(n) is not supported: {_BY_HAND}")
     if sync.join is not None and sync.join.is_open:
         raise RuntimeError(
-            f"{inside} join() cannot be used, since ranks that have no inputs left cannot take "
-            "part in such a backward: leave join() out"
+            f"{inside} join() is not supported, because ranks without inputs cannot take part in "
+            "such a backward: remove join()"
         )
     if driver.comm_hook is not None:
-        raise RuntimeError(f"{inside} no communication hook is called: {_BY_HAND}")
+        raise RuntimeError(f"{inside} communication hooks are not supported: {_BY_HAND}")
     if driver.steps_optimizers:
         raise RuntimeError(
-            f"{inside} no optimizer can step in the backward, since torch's "
-            "_apply_optimizer_in_backward waits for .grad: use a DistributedOptimizer"
+            f"{inside} optimizers cannot step in the backward, because torch's "
+            "_apply_optimizer_in_backward requires .grad: use a DistributedOptimizer"
         )
     if driver.finalizes_manually:
         raise RuntimeError(
-            f"{inside} finalize_backward() has nothing to wait for: set "
+            f"{inside} manual finalization is not supported: set "
             "require_manual_backward_finalization to False"
         )
 
@@ -137,8 +137,9 @@ def _begin(driver: AutogradDriver, context: int, forward: Forward) -> None:
             return  # no_sync: the context keeps local gradients
         if any(each.runs for each in former):
             raise RuntimeError(
-                f"{driver.where()}: a backward in another torch.distributed.autograd context still "
-                "runs, and the order of the two may differ between ranks: run one after the other"
+                f"{driver.where()}: a backward in another torch.distributed.autograd context is "
+                "still running, and the order of the two may differ between ranks: run them one "
+                "after the other"
             )
         group.recover()
         reducer.parameters.register()
@@ -220,9 +221,9 @@ class ContextBackward:
         used = [number for number, param in enumerate(self._params) if param in found]
         if missing := self._arrived.difference(used):
             raise RuntimeError(
-                f"{reduction.where}: this backward was called with another context than its "
-                f"forward, whose context {self.context} has no gradient of "
-                f"{reduction.bucket_set.names[min(missing)]!r}: use one context for both"
+                f"{reduction.where}: this backward and its forward used different contexts: "
+                f"context {self.context} of the forward has no gradient of "
+                f"{reduction.bucket_set.names[min(missing)]!r}. Use one context for both"
             )
         for number in used:
             reduction.bucket_set.params[number].grad = found[self._params[number]]
@@ -242,8 +243,8 @@ class ContextBackward:
         unused = [name for name, p, is_used in rows if p.requires_grad and not is_used]
         if unused:
             error = RuntimeError(
-                f"{self.reduction.where}: the backward left parameters without a gradient, and "
-                f"find_unused_parameters=False makes this an error: {listed(unused)}. Leave "
+                f"{self.reduction.where}: the backward left parameters without a gradient, which "
+                f"is an error with find_unused_parameters=False: {listed(unused)}. Leave "
                 "find_unused_parameters at its default"
             )
             self.driver.deferred.raise_later(error)
@@ -277,9 +278,8 @@ class ContextBackward:
         """
         if self.driver.has_failed():
             raise RuntimeError(
-                f"{self.reduction.where}: this backward has failed, and before it was recovered a "
-                "loss.backward() of the same module too. Start the processes of all ranks again, "
-                "from a checkpoint"
+                f"{self.reduction.where}: this backward failed, and a loss.backward() of the same "
+                "module failed too before the recovery. Restart all ranks from a checkpoint"
             )
 
     @torch.no_grad()

@@ -124,7 +124,8 @@ def _refuse_replaced(optimizer: Optimizer, *_: Any) -> None:
         for param in group["params"]:
             if isinstance(param, _dtensor()) and hasattr(param, _REPLACED):
                 raise RuntimeError(
-                    f"this {type(optimizer).__name__} was made before its parameters became local "
-                    "parts, for data parallelism in one dimension of a larger mesh, and would "
-                    "change nothing: make the optimizer after the module is replicated or wrapped"
+                    f"this {type(optimizer).__name__} was created before its parameters were "
+                    "replaced by local parts (data parallelism in one dimension of a larger "
+                    "mesh), so its steps have no effect: create the optimizer after replicating "
+                    "or wrapping the module"
                 )

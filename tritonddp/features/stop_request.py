@@ -58,7 +58,7 @@ class StopRequest(HeaderField):
             return
         if not self.is_stopped:
             logger.info(
-                "rank %d: asked by %s, all ranks stop after the same reduction",
+                "rank %d: stop requested by %s; all ranks stop after the same reduction",
                 self._group.rank,
                 " and ".join(asking),
             )

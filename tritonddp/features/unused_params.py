@@ -34,11 +34,11 @@ def unused_error(where: str, rank: int, unused: Mapping[str, int]) -> str:
     lines = [
         "Expected to have finished reduction in the prior iteration before starting a new one. "
         f"{where} left {len(names)} parameters without a gradient: they were unused in producing "
-        "the loss, and find_unused_parameters=False makes this an error.",
-        "Leave find_unused_parameters at its default, which finds unused parameters by itself, or "
-        "say so by passing the keyword argument `find_unused_parameters=True`. If all parameters "
-        "should take part, see that all `forward` function outputs participate in calculating "
-        "loss.",
+        "the loss, which is an error with find_unused_parameters=False.",
+        "Leave find_unused_parameters at its default, which detects unused parameters "
+        "automatically, or enable this by passing the keyword argument "
+        "`find_unused_parameters=True`. If all parameters should be used, make sure that all "
+        "`forward` function outputs participate in calculating loss.",
         f"Parameter indices which did not receive grad for rank {rank}: "
         f"{' '.join(map(str, sorted(unused.values())))}",
         f"Parameters which did not receive grad for rank {rank}: {', '.join(shown)}"
@@ -98,10 +98,10 @@ class _Skipped(HeaderField):
     def check(self, values: Mapping[int, Any], whole: Mapping[int, Any], mine: Any) -> None:
         if differ(values):
             raise Unmatched(
-                "skip_all_reduce_unused_params=True needs the same "
-                "parameters to be unused on all ranks, but the ranks leave out different buckets. "
-                f"This rank leaves out: {', '.join(mine or ()) or 'none'}. The process group "
-                "cannot be used any more: restart with skip_all_reduce_unused_params=False"
+                "skip_all_reduce_unused_params=True requires the same parameters to be unused on "
+                "all ranks, but the ranks skip different buckets. This rank skips: "
+                f"{', '.join(mine or ()) or 'none'}. The process group is unusable: restart with "
+                "skip_all_reduce_unused_params=False"
             )
 
 

@@ -48,15 +48,15 @@ def weight_of(n: Any, reduction: str) -> Weight:
         n = n.item()
     if isinstance(n, bool) or not isinstance(n, Real):
         raise TypeError(
-            f"the weight should be a number or a tensor of one element, got {n!r}: the number "
-            "of items (samples, tokens) that this rank's loss was computed from"
+            f"the weight should be a number or a tensor with one element, got {n!r}: pass the "
+            "number of items (samples, tokens) of this rank's loss"
         )
     try:
         items = float(n)
     except OverflowError:
         items = math.inf
     if not 0 <= items < math.inf:
-        raise ValueError(f"the weight should be finite and not negative, got {n!r}")
+        raise ValueError(f"the weight should be finite and nonnegative, got {n!r}")
     return Weight(items, reduction == "sum")
 
 
@@ -98,7 +98,7 @@ class AccumulationWindow(Extension):
         if weight is not None and self.weight is not None:
             raise RuntimeError(
                 f"{reduction.where.removesuffix(', reduce_gradients()')}: the accumulated "
-                "gradients have the weights of their backwards already: call reduce_gradients() "
+                "gradients already have the weights of their backwards: call reduce_gradients() "
                 "outside weighted(n)"
             )
         self.weight = weight or self.weight
@@ -132,9 +132,9 @@ class AccumulationWindow(Extension):
             self._has_warned = factor.is_cpu and not factor.any()
             if self._has_warned:
                 logger.warning(
-                    "%s: all ranks have given this backward the weight 0, so its gradients are "
-                    "zero. An optimizer would still move by momentum and weight decay: leave its "
-                    "step out where no rank has items. It is said once",
+                    "%s: all ranks gave this backward the weight 0, so its gradients are zero. An "
+                    "optimizer would still apply momentum and weight decay: skip its step if no "
+                    "rank has items. (Shown once.)",
                     reduction.where,
                 )
         self.clear()
@@ -148,9 +148,9 @@ class AccumulationWindow(Extension):
         if weight is None:
             if self.weight is not None:
                 raise RuntimeError(
-                    "this backward has no weight, but gradients of weighted backwards have been "
-                    "accumulated that are not reduced yet: run it inside weighted(n) too, or drop "
-                    "them with zero_grad(set_to_none=True)"
+                    "this backward has no weight, but accumulated gradients of weighted backwards "
+                    "are not reduced yet: run it inside weighted(n) too, or discard them with "
+                    "zero_grad(set_to_none=True)"
                 )
             return
         is_first = not any(self._manager.current.use.local)  # since the last reduction
@@ -158,9 +158,9 @@ class AccumulationWindow(Extension):
         is_late = backward.first_param is not None  # its first gradient is in .grad already
         if is_late and (wants_base if self.weight is None else not weight.is_sum):
             raise RuntimeError(
-                "this weighted backward does not begin at the outputs of the wrapped module: its "
+                "this weighted backward does not start at the outputs of the wrapped module: its "
                 "first gradient was added to .grad before the wrapper noticed it, and cannot be "
-                "separated any more. Add its loss to one of the outputs, or reduce a mean by itself"
+                "separated. Add its loss to one of the outputs, or reduce this backward separately"
             )
         if self.weight is None:
             self.weight = weight
@@ -170,8 +170,8 @@ class AccumulationWindow(Extension):
             return
         if weight.is_sum != self.weight.is_sum:
             raise RuntimeError(
-                "backwards weighted with reduction='mean' and with reduction='sum' cannot be "
-                "accumulated together: reduce those of one kind before the first one of the other"
+                "backwards weighted with reduction='mean' and reduction='sum' cannot be "
+                "accumulated together: reduce one kind before running the other"
             )
         total = Weight(self.weight.items + weight.items, weight.is_sum)
         if not weight.is_sum:

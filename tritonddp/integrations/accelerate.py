@@ -48,13 +48,14 @@ def use_tritonddp(accelerator: _Accelerator, **options: Any) -> _Accelerator:
     prepare_model = getattr(target, "prepare_model", None)
     if prepare_model is None:
         raise TypeError(
-            f"use_tritonddp() takes an accelerate.Accelerator, got {type(accelerator).__name__}; "
-            "a Trainer of transformers has one as its .accelerator (pip install accelerate)"
+            "use_tritonddp() requires an accelerate.Accelerator, got "
+            f"{type(accelerator).__name__}. A Trainer of transformers holds one in .accelerator "
+            "(pip install accelerate)"
         )
     wrapped = [model for model in getattr(target, "_models", ()) if isinstance(model, STOCK)]
     if any(not isinstance(model, DistributedDataParallel) for model in wrapped):
         raise RuntimeError(
-            "this accelerator has prepared a model already, with torch's wrapper: call "
+            "this accelerator has already prepared a model with torch's wrapper: call "
             "use_tritonddp() before prepare()"
         )
 

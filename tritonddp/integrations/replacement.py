@@ -67,12 +67,12 @@ def replace_stock() -> None:
     _replace()  # even if other code has set another class since
     if bound:
         in_ray = (
-            ' In the workers of Ray, ray.init(runtime_env={"worker_process_setup_hook": '
-            '"tritonddp.replace_stock"}) calls it early enough.'
+            ' In Ray workers, use ray.init(runtime_env={"worker_process_setup_hook": '
+            '"tritonddp.replace_stock"}) to call it early enough.'
         )
         warnings.warn(
-            f"{_sentence(bound)} If they wrap models, call replace_stock() before they are "
-            "imported, or use an adapter of tritonddp.integrations."
+            f"{_sentence(bound)} If they wrap models, call replace_stock() before importing them, "
+            "or use an adapter from tritonddp.integrations."
             f"{in_ray if 'ray' in sys.modules else ''}",
             stacklevel=2,
         )
@@ -97,11 +97,11 @@ def instead_of_stock() -> Iterator[None]:
     with stock_replaced():
         yield
     if DDPState.wrapped == wrapped:
-        advice = "Enter it before the model is wrapped, and leave it after that."
+        advice = "Enter the context before wrapping the model, and leave it afterwards."
         if bound := _bound():
             advice = (
-                f"{_sentence(bound)} Enter the context before they are imported, or use an adapter "
-                "of tritonddp.integrations."
+                f"{_sentence(bound)} Enter the context before importing them, or use an adapter "
+                "from tritonddp.integrations."
             )
         message = f"Nothing was wrapped with tritonddp inside instead_of_stock(). {advice}"
         warnings.warn(message, stacklevel=3)
@@ -160,6 +160,6 @@ def _bound() -> list[str]:
 
 def _sentence(bound: list[str]) -> str:
     return (
-        "These modules had imported torch's DistributedDataParallel by name before, and keep it: "
+        "These modules imported torch's DistributedDataParallel by name earlier, and keep it: "
         f"{', '.join(bound)}."
     )

@@ -81,9 +81,9 @@ def checked(signals: Sequence[int]) -> list[int]:
     """Return the numbers of ``signals``. Raise the errors of :func:`stop_on_signal`."""
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
-            "stop_on_signal() was called on the thread "
-            f"{threading.current_thread().name!r}, and Python sets handlers on the main thread "
-            "only: call it there, or have this thread call request_stop() of the wrapped model"
+            f"stop_on_signal() was called on the thread {threading.current_thread().name!r}, but "
+            "Python sets signal handlers on the main thread only: call it there, or call "
+            "request_stop() of the wrapped model on this thread"
         )
     numbers = []
     for each in signals:
@@ -96,16 +96,16 @@ def checked(signals: Sequence[int]) -> list[int]:
                 f"a signal should be a number such as signal.SIGTERM, got {each!r}"
             ) from None
         if number not in signal.valid_signals():
-            raise ValueError(f"there is no signal {number}: use one such as signal.SIGTERM")
+            raise ValueError(f"there is no signal {number}: use a signal such as signal.SIGTERM")
         if number in _UNUSABLE:
             raise ValueError(
-                f"a process cannot go on after {_name(number)}: use another signal, such as "
+                f"a process cannot continue after {_name(number)}: use another signal, such as "
                 "signal.SIGTERM"
             )
         if signal.getsignal(number) is None:
             raise RuntimeError(
-                f"the handler of {_name(number)} was not set by Python, and could not be put back: "
-                f"call signal.signal(signal.{_name(number)}, signal.SIG_DFL) before, or use "
+                f"the handler of {_name(number)} was not set by Python and could not be restored: "
+                f"call signal.signal(signal.{_name(number)}, signal.SIG_DFL) first, or use "
                 "another signal"
             )
         numbers.append(number)
@@ -120,9 +120,9 @@ def should_stop(model: Any) -> bool:
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
-            "the callback asks should_stop() of a model that tritonddp.DistributedDataParallel "
-            f"wraps, but the trainer has a {type(model).__module__}.{type(model).__qualname__}: "
-            "use an adapter of tritonddp.integrations, and start it with torchrun"
+            "the callback requires a model wrapped with tritonddp.DistributedDataParallel, but "
+            f"the trainer has a {type(model).__module__}.{type(model).__qualname__}: use an "
+            "adapter from tritonddp.integrations, and start the script with torchrun"
         )
     return model._ddp_state.should_stop()
 
@@ -164,7 +164,7 @@ class StopOnSignal:
             RuntimeError: this is not the main thread.
         """
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("handlers of signals can be put back on the main thread only")
+            raise RuntimeError("signal handlers can be restored on the main thread only")
         self._is_removed = True
         for number in self._former:
             self._put_back(number)
@@ -302,9 +302,9 @@ def _move(workers: Sequence[Any]) -> None:
 
 def _warn(processes: Sequence[str]) -> None:
     logger.warning(
-        "process %d: a signal to the process group will end workers of a DataLoader, since they, "
-        "or the server that forks them, run already (processes %s): enter stop_on_signal() before "
-        "the first loop over a DataLoader",
+        "process %d: a signal to the process group will end DataLoader workers, because they or "
+        "the server that forks them are already running (processes %s): enter stop_on_signal() "
+        "before the first loop over a DataLoader",
         os.getpid(),
         ", ".join(processes),
     )
@@ -312,8 +312,8 @@ def _warn(processes: Sequence[str]) -> None:
 
 def _log(who: str, name: str) -> None:
     logger.warning(
-        "%s: %s: asks all ranks to stop after the same reduction; a second %s does what it did "
-        "before",
+        "%s: received %s and asks all ranks to stop after the same reduction; a second %s has its "
+        "previous effect",
         who,
         name,
         name,

@@ -27,6 +27,6 @@ def lightning_class(user: str, path: str, *packages: str) -> Any:
             if not f"{package}.{module}".startswith(error.name or "?"):
                 raise
     raise ImportError(
-        f"{user} needs Lightning, which is not installed: pip install lightning "
-        f"(or {packages[-1].replace('_', '-')})"
+        f"{user} requires Lightning, which is not installed: pip install lightning (or "
+        f"{packages[-1].replace('_', '-')})"
     )

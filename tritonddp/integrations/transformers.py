@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
     if error.name != "transformers":  # it is installed, but lacks a dependency
         raise
     raise ImportError(
-        f"{__name__} needs transformers, which is not installed: pip install transformers"
+        f"{__name__} requires transformers, which is not installed: pip install transformers"
     ) from error
 
 from tritonddp.integrations.signals import StopOnSignal, should_stop, stop_on_signal

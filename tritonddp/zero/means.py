@@ -24,7 +24,7 @@ class OwnedMeans(Extension):
         optimizer: weak reference to the optimizer that assigned the owners.
     """
 
-    reads_device = "which gradients are means already (ZeroRedundancyOptimizer)"
+    reads_device = "which gradients are already reduced (ZeroRedundancyOptimizer)"
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class OwnedMeans(Extension):
         """
         if backward.reduction is not None and self._optimizer() is None:
             raise RuntimeError(
-                f"{backward.where}: the ZeroRedundancyOptimizer of this wrapper is gone, and no "
-                "other rank would get the gradients of those that it owns: make another one, or "
-                "wrap the module again"
+                f"{backward.where}: the ZeroRedundancyOptimizer of this wrapper was deleted, so "
+                "no rank would receive the gradients of the parameters that it owns: create a new "
+                "one, or wrap the module again"
             )
         if backward.reduction is not None and backward.first_param is None:
             self._refuse_set(backward.where)
@@ -71,9 +71,9 @@ class OwnedMeans(Extension):
         """Raise if the user set ``.grad``: the owner could not tell it from a mean."""
         if self._earlier.is_reduced and (found := held(self._of_others(self._parameters.params))):
             raise LocalError(  # the owner detects nothing
-                f"{where}: .grad of {listed([name for name, _ in found])} was set since the last "
-                "reduction, which the ZeroRedundancyOptimizer takes for means where it steps them: "
-                "give gradients of your own to reduce_gradients(), and set what that returns"
+                f"{where}: .grad of {listed([name for name, _ in found])} was set after the last "
+                "reduction, and ZeroRedundancyOptimizer would take it for a mean on its owner: "
+                "pass your gradients to reduce_gradients(), and set .grad to the result"
             )
 
     def on_request(self, reduction: Reduction) -> None:

@@ -86,7 +86,7 @@ class OwnedValues:
                 for each, named in zip(self._to_all, self._of_ranks, strict=True)
             ]
             names = listed([name for name, _ in self._of_ranks[self._group.rank]])
-            what = f"exchange of new values of parameters (of this rank: {names})"
+            what = f"exchange of new parameter values (of this rank: {names})"
             with self._group.guard(where, what):
                 for message in messages[self._group.rank]:
                     message.fill()

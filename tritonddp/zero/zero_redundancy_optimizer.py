@@ -35,10 +35,10 @@ from tritonddp.zero.values import OwnedValues
 logger = logging.getLogger(__name__)
 
 _NO_JOIN = (
-    "ZeroRedundancyOptimizer inside join(): a rank that has no inputs left would not take part in "
-    "its steps. Use a plain optimizer with join()"
+    "ZeroRedundancyOptimizer does not support join(): a rank without inputs would not take part "
+    "in its steps. Use a plain optimizer inside join()"
 )
-_WRAP = "wrap the module with tritonddp.DistributedDataParallel before making the optimizer"
+_WRAP = "wrap the module with tritonddp.DistributedDataParallel before creating the optimizer"
 # Optimizer hooks of torch, installed with the first optimizer with owners.
 _hooks: list[Any] = []
 
@@ -109,14 +109,14 @@ class ZeroRedundancyOptimizer(Optimizer):
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             given = optimizer_class
             if isinstance(given, Optimizer):
-                given = f"one that is made: give {type(given).__name__}, and its options by name"
+                given = f"an instance: pass {type(given).__name__}, and its options by name"
             raise TypeError(f"optimizer_class should be an optimizer class, got {given}")
         if isinstance(params, nn.Module):
-            raise TypeError("params should be parameters, got a module: give model.parameters()")
+            raise TypeError("params should be parameters, got a module: pass model.parameters()")
         if issubclass(optimizer_class, torch.optim.LBFGS):
             raise ValueError(
-                "torch.optim.LBFGS looks at all parameters together, and would see only those of "
-                "one rank: use it without ZeroRedundancyOptimizer"
+                "torch.optim.LBFGS needs all parameters together, but each rank holds only some "
+                "of them: use it without ZeroRedundancyOptimizer"
             )
         self._is_made = False
         super().__init__(params, defaults)
@@ -127,7 +127,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._consolidated: dict[int, Any] | None = None
         try:
             if process_group is not None and process_group is not self._group.process_group:
-                raise ValueError("process_group is not that of the wrapper: leave it out")
+                raise ValueError("process_group is not the process group of the wrapper: omit it")
             _check_held(state, self._all_params())
             _check(state, self._named(self._all_params()))
             self._add_owners()
@@ -225,12 +225,13 @@ class ZeroRedundancyOptimizer(Optimizer):
         core = self._core
         if not self.is_in_force:
             raise RuntimeError(
-                f"{core.where()}: the wrapper has another ZeroRedundancyOptimizer, or another "
-                "process group: give one optimizer all parameters, in groups, or make it again"
+                f"{core.where()}: the wrapper has a new ZeroRedundancyOptimizer, or a new process "
+                "group: pass all parameters to one optimizer, in groups, or create the optimizer "
+                "again"
             )
         if self._state.sync.join is not None:
             raise RuntimeError(f"{core.where()}: {_NO_JOIN}")
-        core.flush_outside_backward("ZeroRedundancyOptimizer.step() while a backward runs")
+        core.flush_outside_backward("ZeroRedundancyOptimizer.step() was called during a backward")
         self._consolidated = None
         self._take_options(self.param_groups, self.optim.param_groups)
         if self._masters is not None:
@@ -271,10 +272,10 @@ class ZeroRedundancyOptimizer(Optimizer):
             optimizer.load_state_dict(saved[0])
         """
         if not 0 <= to < self._group.size:
-            raise ValueError(f"there are {self._group.size} ranks, but to={to}")
+            raise ValueError(f"to should be a rank from 0 to {self._group.size - 1}, got {to}")
         params = self._all_params()
         self._group.recover()
-        with self._group.guard(self._core.where(), "consolidate_state_dict(), gather of the state"):
+        with self._group.guard(self._core.where(), "consolidate_state_dict(), gathering the state"):
             found = self._owned.gather(params, to, self._device)
         self._consolidated = None if found is None else without_idle_copies(found, params)
 
@@ -290,10 +291,10 @@ class ZeroRedundancyOptimizer(Optimizer):
     def _all_state(self) -> dict[int, Any]:
         if self._consolidated is None:
             raise RuntimeError(
-                f"Optimizer state has not been consolidated on this rank ({self._group.rank}): "
-                "call `consolidate_state_dict(to=rank)` on all ranks before, to save the "
-                "state of all. Functions of torch.distributed.checkpoint.state_dict would need it "
-                "on all ranks: save what `state_dict()` returns there instead"
+                f"Optimizer state has not been consolidated on this rank ({self._group.rank}). "
+                "Call `consolidate_state_dict(to=rank)` on all ranks first to save the full "
+                "state. Functions of torch.distributed.checkpoint.state_dict would need the full "
+                "state on all ranks: save the result of `state_dict()` there instead"
             )
         return dict(self._consolidated)
 
@@ -337,7 +338,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         named = self._named(param for group in groups for param in group["params"])
         alike = {
             "optimizer_class": type(self.optim).__qualname__,
-            "sizes of groups": [len(group["params"]) for group in groups],
+            "group sizes": [len(group["params"]) for group in groups],
             "parameters": [name for name, _ in named],
         }
         where = f"{self._core.where()}, ZeroRedundancyOptimizer"
@@ -352,7 +353,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             ValueError: the earlier optimizer has other parameters with gradients left to step.
         """
         core = self._core
-        core.flush_outside_backward("a ZeroRedundancyOptimizer is made while a backward runs")
+        core.flush_outside_backward("a ZeroRedundancyOptimizer was created during a backward")
         params = dict.fromkeys(self._all_params())
         # In the order in which gradients become ready; parameters without a bucket go last.
         order = [*(p for p in core.manager.current.params if p in params), *params]
@@ -361,9 +362,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         left = [name for name, p in self._named(former) if p not in params and p.grad is not None]
         if left and core.reducer.stepped_at < core.counters.reductions:
             raise ValueError(
-                f"{core.where()}: the earlier ZeroRedundancyOptimizer has {listed(left)}, and the "
-                "gradients are on the owners alone: step it and call zero_grad(), or give this "
-                "one all parameters, in groups"
+                f"{core.where()}: the earlier ZeroRedundancyOptimizer still holds gradients of "
+                f"{listed(left)}, which only their owners have: step it and call zero_grad(), or "
+                "pass all parameters to this optimizer, in groups"
             )
         self._owners.update({p: rank for p, rank in former.items() if p in params})
         add_owners(self._owners, order, self._group.size)
@@ -429,9 +430,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         params = [param for group in other.param_groups for param in group["params"]]
         if shared := self._named(param for param in params if param in self._owners):
             logger.warning(
-                "%s: %s steps %s, and so does a ZeroRedundancyOptimizer, which leaves each "
-                "gradient on one rank alone: others have none to step by. Give a parameter to one "
-                "of the two. It is said once",
+                "%s: %s steps %s, which also belong to a ZeroRedundancyOptimizer. Each of their "
+                "gradients is on one rank only, so the other ranks cannot step them. Pass each "
+                "parameter to only one of the two optimizers. (Shown once.)",
                 self._core.where(),
                 type(other).__name__,
                 listed([name for name, _ in shared]),
@@ -454,7 +455,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         if mine:
             found = torch.stack(foreach_norm(list(mine.values()), norm_type)).double()
             norms[:, list(mine)] = torch.stack([found, torch.ones_like(found)])
-        what = "sum of the norms of all owners' gradients"
+        what = "sum of the gradient norms of all owners"
         self._group.recover()
         self._group.all_reduce(norms, self._core.where(), what)
         is_there = norms[1] != 0
@@ -526,7 +527,7 @@ def _state_of(params: Sequence[Tensor]) -> DDPState:
         each.core.refresh_parameters()
     state = _latest(params[:1])
     if state is None:
-        raise ValueError(f"the parameters belong to no wrapper of this process: {_WRAP}")
+        raise ValueError(f"the parameters do not belong to any wrapper of this process: {_WRAP}")
     return state
 
 
@@ -546,8 +547,9 @@ def _check_held(state: DDPState, params: Sequence[Tensor]) -> None:
     strange = [tuple(param.shape) for param in params if param not in held]
     if strange:
         raise ValueError(
-            f"{len(strange)} of {len(params)} parameters (the first of shape {strange[0]}) are not "
-            f"of the same wrapper as the others: {_WRAP}, and give it those of one wrapper"
+            f"{len(strange)} of {len(params)} parameters (the first has shape {strange[0]}) do "
+            f"not belong to the same wrapper as the others: {_WRAP}, and pass the parameters of "
+            "one wrapper"
         )
 
 
@@ -557,11 +559,11 @@ def _check(state: DDPState, named: Sequence[tuple[str, Tensor]]) -> None:
     sparse = [name for name, param in named if param in state.parameters.sparse]
     in_backward = [name for name, param in named if optimizers_in_backward(param)]
     reasons = {
-        "compression has no owners: use reduce_dtype": wire.compression is not None,
-        "a communication hook reduces the gradients": core.comm_hook is not None,
-        "the wrapper has mixed_precision: use torch.autocast": state.low_precision is not None,
+        "compression is not supported: use reduce_dtype": wire.compression is not None,
+        "communication hooks are not supported": core.comm_hook is not None,
+        "mixed_precision is not supported: use torch.autocast": state.low_precision is not None,
         f"gradients of {listed(sparse)} are sparse: use sparse=False": bool(sparse),
-        f"optimizers step {listed(in_backward)} in the backward": bool(in_backward),
+        f"optimizers in the backward step {listed(in_backward)}": bool(in_backward),
     }
     for reason, holds in reasons.items():
         if holds:

@@ -51,18 +51,18 @@ def page(comparison: Comparison) -> str:
     wrong = ' class="wrong"' if any(each.is_wrong for each in comparison.findings) else ""
     found = escape("\n".join(findings(comparison)))
     body = [
-        f"<h1>{second} beside {first}</h1>",
+        f"<h1>{second} compared with {first}</h1>",
         f"<p><code>{escape(shlex.join(['tritonddp', *sys.argv[1:]]))}</code></p>",
         f'<p class="verdict {kind}">{escape(" ".join(comparison.sentences))}</p>'
         f"<p>{escape(comparison.stopped)}</p>"
         f"<pre>{escape(chr(10).join(last_words(comparison)))}</pre>",
-        f"<h2>Do both do the same?</h2><pre{wrong}>{found}</pre>",
-        '<h2>A step in figures</h2><div class="scroll"><table>',
+        f"<h2>Correctness</h2><pre{wrong}>{found}</pre>",
+        '<h2>Step times</h2><div class="scroll"><table>',
         *("<tr><td>" + "<td>".join(map(escape, cells)) for cells in comparison.table),
         "</table></div>",
         *_steps(comparison),
         *_ratios(comparison),
-        f'<h2>How it was measured</h2><p class="soft">{escape(comparison.method())}</p>',
+        f'<h2>Method</h2><p class="soft">{escape(comparison.method())}</p>',
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -79,7 +79,7 @@ def _steps(comparison: Comparison) -> Iterator[str]:
         return
     step, *parts = rows
     longest = max(step.first or 0, step.second or 0)
-    yield "<h2>A step and its parts</h2>"
+    yield "<h2>Parts of a step</h2>"
     for which, label in zip(("first", "second"), comparison.launches.labels, strict=True):
         yield f'<b>{escape(label)}</b> {getattr(step, which):.4g} ms<div class="lane">'
         for part, color in zip(parts, _COLOURS, strict=True):
@@ -105,11 +105,11 @@ def _ratios(comparison: Comparison) -> Iterator[str]:
     def at(ratio: float) -> float:
         return 96 * (ratio - left) / (right - left) + 1
 
-    yield "<h2>The ratio, launch by launch, and its interval</h2>"
+    yield "<h2>Ratios of the launches, and confidence interval</h2>"
     for begin, end in [*((each, each) for each in ratios), (low, high)]:
         place = f"left:{at(begin):.2f}%;width:{at(end) - at(begin):.2f}%"
         yield f'<div class="ratio"><i style="left:{at(1):.2f}%"></i><b style="{place}"></b></div>'
     yield (
-        f'<p class="soft">From {left:.3f} to {right:.3f}. The bar is the interval of all launches '
-        f"({CONFIDENCE}), the dashed line 1: no difference.</p>"
+        f'<p class="soft">From {left:.3f} to {right:.3f}. The bar is the {CONFIDENCE} interval '
+        "over all launches. The dashed line marks 1 (no difference).</p>"
     )

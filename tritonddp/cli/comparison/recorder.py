@@ -106,8 +106,8 @@ class Recorder:
             construct(wrapper, *args, **kwargs)
             if not is_expected:
                 why = (
-                    f"the script wraps with {kind.__module__}.{kind.__name__} itself, so there is "
-                    "nothing to compare: import DistributedDataParallel from torch.nn.parallel"
+                    f"the script wraps with {kind.__module__}.{kind.__name__} directly, so there "
+                    "is nothing to compare: import DistributedDataParallel from torch.nn.parallel"
                 )
                 self._exchange({"error": why})
             self._models.append(weakref.ref(wrapper))

@@ -89,7 +89,7 @@ class Comparison:
             assert self.outcomes is not None
             pair = list(zip(self.launches.labels, self.outcomes, strict=True))
             (bad, wrong), (good, right) = pair if self.is_ours_alone_right else pair[::-1]
-            silent = f", no rank made a step for {self.launches.patience:.0f} s"
+            silent = f", no rank completed a step for {self.launches.patience:.0f} s"
             yield (
                 f"{bad} {wrong.how} after {wrong.steps} steps{silent * (wrong.how == SILENT)}. "
                 f"{good} does not: it {right.how} after {right.steps} steps."
@@ -102,7 +102,7 @@ class Comparison:
         for finding in self.findings:
             if finding.shared == (False, True):
                 where = finding.title
-                yield f"The ranks of {first} drift apart, those of {second} do not: {where}."
+                yield f"The ranks of {first} diverge, the ranks of {second} do not: {where}."
         if self.ratio is not None:
             yield self.ratio.sentence(first, second)
             yield self._compared
@@ -149,13 +149,13 @@ class Comparison:
         """The step, its four parts, backwards and memory."""
         pairs, steps = self.launches.pairs, self.launches.times
         backwards = pairs[0].first.backwards
-        one = f", 1 of {backwards:g} microbatches" if backwards > 1 else ""
+        one = f" of one of {backwards:g} microbatches" if backwards > 1 else ""
         others = ", microbatches" if backwards > 1 else ""
         parts = {
             "forward": f"forward{one}, ms",
-            "backward": f"backward, its computation{one}, ms",
+            "backward": f"backward computation{one}, ms",
             "exposed": "exposed synchronization, ms",
-            "rest": f"the rest: input, optimizer, wrapper{others}, ms",
+            "rest": f"rest (input, optimizer, wrapper{others}), ms",
         }
         rows = [Row.of("step, ms", steps, 1e-3)]
         least = max(_LEAST_SECONDS, _LEAST_SHARE * min((each.first for each in steps), default=0))
@@ -172,7 +172,7 @@ class Comparison:
         both = [(each.first, each.second) for each in pairs]
         counts = [Launch(a.backwards, b.backwards) for a, b in both if a.backwards and b.backwards]
         peaks = [Launch(a.peak_bytes, b.peak_bytes) for a, b in both if a.peak_bytes]
-        rows.append(Row.of("backwards a step", counts))
+        rows.append(Row.of("backwards per step", counts))
         rows.append(Row.of("peak memory, MiB", peaks, 2**20))
         return [row for row in rows if steps or row.ratio is not None]
 
@@ -200,11 +200,11 @@ class Comparison:
         parts = [f"launches: {len(launches.pairs)}, of {launches.world_size} ranks"]
         if plan is not None and launches.in_turns:
             parts.append(
-                f"in each at most {plan.pairs} pairs of blocks; steps in a block: {plan.block}, to "
-                f"warm up: {plan.warmup}"
+                f"at most {plan.pairs} pairs of blocks per launch; {plan.block} steps per block, "
+                f"{plan.warmup} warm-up steps"
             )
         parts += [
-            f"{cpu_model()}, {usable_cores()} cores, load average {launches.load:.1f} before",
+            f"{cpu_model()}, {usable_cores()} cores, load average {launches.load:.1f} at the start",
             f"torch {torch.__version__}, tritonddp {tritonddp.__version__}",
         ]
         if torch.cuda.is_available():
@@ -220,7 +220,7 @@ def text(comparison: Comparison) -> Iterator[str]:
         yield from last_words(comparison)
         yield ""
     if not comparison.stopped:
-        yield "A FIRST TABLE, of one launch; the next ones make it sure"
+        yield "FIRST TABLE, from one launch; further launches make it more certain"
     widths = [max(map(len, column)) for column in zip(*comparison.table, strict=True)]
     for label, first, second, ratio in comparison.table:
         numbers = f"{first.rjust(widths[1])}  {second.rjust(widths[2])}  {ratio}"
@@ -252,27 +252,27 @@ def last_words(comparison: Comparison) -> Iterator[str]:
 def findings(comparison: Comparison) -> Iterator[str]:
     """Yield a line about each finding; some have further lines, indented."""
     if not comparison.findings:
-        yield "gradients are not compared: no backward has ended with both contenders"
+        yield "gradients were not compared: no backward completed with both contenders"
     for finding in comparison.findings:
         names = ", ".join(map(repr, finding.names[:_NAMED]))
         names += f" and {len(finding.names) - _NAMED} more" * (len(finding.names) > _NAMED)
         details = {
             IDENTICAL: "",
             ROUNDING: f" (largest relative difference {finding.largest:.1e})",
-            DIFFERENT: f" by up to {finding.largest:.1e} of their norm, rounding would be "
-            f"{finding.tolerance:.0e}: {names}",
+            DIFFERENT: f" by up to {finding.largest:.1e} of their norm (tolerance for rounding "
+            f"{finding.tolerance:.0e}): {names}",
         }
         yield f"{finding.title}: {finding.state}{details[finding.state]}"
         if finding.of_stock:
             yield (
-                "  the script itself is not deterministic: two launches of stock differ by "
+                "  the script itself is not deterministic: two launches of stock DDP differ by "
                 f"{finding.of_stock:.1e}"
             )
         if finding.state == DIFFERENT and finding.of_stock is None:
-            yield "  one launch alone does not tell whether the script itself is deterministic"
+            yield "  a single launch does not show whether the script itself is deterministic"
         for label, shared in zip(comparison.launches.labels, finding.shared, strict=True):
             if not shared:
-                yield f"  ranks of {label} do not hold the same bits"
+                yield f"  the ranks of {label} are not bitwise identical"
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:

@@ -170,12 +170,14 @@ class Launches:
                 pair = self._play_in_turns() if self.in_turns else self._play_alone()
             except _NotInTurns as why:
                 pair, self.in_turns = why.pair, False
-                self.progress.say(f"{why}: whole launches from here on, one contender at a time")
+                self.progress.say(
+                    f"{why}: running whole launches from here on, one contender at a time"
+                )
             except _SpawnsRanks:
                 self.in_turns, self._spawns = False, True
                 self.progress.say(
-                    "the script starts its ranks itself, so python runs it instead of torchrun: "
-                    "whole launches, one contender at a time"
+                    "the script starts its own ranks, so it is run with python instead of "
+                    "torchrun: whole launches, one contender at a time"
                 )
         self.pairs.append(pair)
 
@@ -199,7 +201,9 @@ class Launches:
                     slowest = max(each.longest for each in contenders)
                     self.patience = min(_MOST_PATIENCE, max(self.patience, _SURELY * slowest))
         except _NoModel as ended:
-            raise _NotInTurns(f"{ended} wraps no model beside the other contender") from ended
+            raise _NotInTurns(
+                f"{ended} wraps no model when run in parallel with the other contender"
+            ) from ended
         played = {each.label: each.played for each in contenders}
         first, second = (played[label] for label in self.labels)
         least = _LEAST_PAIRS if time.monotonic() < began + _LONG_LAUNCH else 2
@@ -210,7 +214,7 @@ class Launches:
 
     def _warm_up(self, contenders: Sequence[Contender]) -> None:
         """Warm up. In the first launch, derive the plan from the length of a step."""
-        self.progress.stage = "both warm up"
+        self.progress.stage = "both contenders warm up"
         seconds = self._turn(contenders, LEAST_WARMUP, _FIRST)
         plan = self.plan or Plan.of(min(seconds))
         seconds += self._turn(contenders, plan.warmup)
@@ -287,7 +291,7 @@ class Launches:
             if patience <= self.patience:
                 return self._timed(pair, *pair.outcomes)
             self.patience = patience
-            self.progress.say(f"once more, with {patience:.0f} s for a step")
+            self.progress.say(f"repeating with {patience:.0f} s per step")
 
     def _timed(self, pair: Pair, first: Outcome, second: Outcome) -> Pair:
         """Return ``pair`` with step times, if both contenders ended in the same way.
@@ -312,13 +316,13 @@ class Launches:
         for label, outcome in zip(self.labels, (first, second), strict=True):
             if are_right and outcome.how == ENDED and outcome.steps < made / 2:
                 raise EndedEarly(
-                    f"a launch of {label} ended after {outcome.steps} steps, an earlier one made "
-                    f"{made}: the script has probably resumed from a file that it wrote."
+                    f"a launch of {label} ended after {outcome.steps} steps, but an earlier one "
+                    f"made {made}: the script has probably resumed from a file that it wrote."
                 )
         if are_right and counted < _LEAST_STEPS:
             raise ScriptError(
-                f"the script is too short: it made {counted} step{'s' * (counted != 1)}, and "
-                f"{_LEAST_STEPS} are needed for times"
+                f"the script is too short: it made {counted} step{'s' * (counted != 1)}, but "
+                f"timing requires {_LEAST_STEPS}"
             )
         self._made = max(self._made, first.steps, second.steps)
         if are_alike and SILENT in (first.how, second.how):
@@ -393,7 +397,9 @@ class Launches:
         silent: list[Connection] = []  # connections that have not identified themselves
         while not all(0 < each.world_size == len(each.ranks) for each in contenders):
             there = sum(len(each.ranks) for each in contenders)
-            self.progress.stage = f"the script starts; {there} ranks have come to its model"
+            self.progress.stage = (
+                f"the script is starting; {there} ranks have reached their first model"
+            )
             self.progress.tick(contenders[-1].last_line)
             for each in contenders:
                 if each.process.poll() is not None:
@@ -428,7 +434,9 @@ def _have_same_end(first: Outcome, second: Outcome) -> bool:
 def _check_end(contender: Contender) -> None:
     """Raise _NotInTurns unless a script with an ended rank ends with exit code 0."""
     if (outcome := contender.end()).how != ENDED:
-        raise _NotInTurns(f"{contender.label} {outcome.how} beside the other contender")
+        raise _NotInTurns(
+            f"{contender.label} {outcome.how} while running in parallel with the other contender"
+        )
 
 
 def _needed_patience(first: Outcome, second: Outcome) -> float:

@@ -45,7 +45,7 @@ _BESIDE_STOCK = 10.0
 # relative to this share of the root mean square over all parameters.
 _FLOOR = 1e-3
 
-IDENTICAL, ROUNDING, DIFFERENT = "identical bits", "equal to rounding", "DIFFER"
+IDENTICAL, ROUNDING, DIFFERENT = "identical bits", "equal up to rounding", "DIFFER"
 
 
 @torch.no_grad()

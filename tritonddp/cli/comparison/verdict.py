@@ -121,7 +121,7 @@ class Ratio:
     def sentence(self, first: str, second: str) -> str:
         """Return the verdict about the steps of contenders with these names."""
         away, interval = self.value - 1, f"{CONFIDENCE}: {self.interval}"
-        alone = "" if self.launches > 1 else " One launch alone: others may differ from it by more."
+        alone = "" if self.launches > 1 else " Based on one launch: other launches may differ more."
         if self.is_different:
             return (
                 f"{second}'s steps take {self.value:.3f} of {first}'s time ({interval}): "
@@ -130,10 +130,10 @@ class Ratio:
         if self.reach >= _NOTHING:
             return (
                 f"{second}'s steps take {self.value:.3f} of {first}'s time, which may be noise "
-                f"({self.interval}): no difference can be told yet."
+                f"({self.interval}): not yet conclusive."
             )
         size = f"{math.ceil(100 * max(LEAST, self.reach) - 1e-9)} %"
         return (
-            f"no difference in the time of a step (ratio {self.value:.3f}, {interval}; "
-            f"differences below {size} are not told apart).{alone}"
+            f"no significant difference in step time (ratio {self.value:.3f}, {interval}; "
+            f"differences below {size} are not detected).{alone}"
         )

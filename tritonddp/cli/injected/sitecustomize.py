@@ -73,8 +73,8 @@ class _Finder:
         prefix, package = session["prefix"], session["package"]
         if os.path.realpath(sys.prefix) != os.path.realpath(prefix):
             sys.stderr.write(
-                f"tritonddp: {sys.executable} is not of the environment {prefix} that tritonddp "
-                "was started in; in this process torch's DistributedDataParallel stays\n"
+                f"tritonddp: {sys.executable} does not belong to the environment {prefix} in "
+                "which tritonddp was started; this process keeps torch's DistributedDataParallel\n"
             )
             return
         try:
@@ -84,7 +84,7 @@ class _Finder:
             act(session)
         except Exception as error:
             raise RuntimeError(
-                "tritonddp could not take the place of torch's DistributedDataParallel in process "
+                "tritonddp could not replace torch's DistributedDataParallel in process "
                 f"{os.getpid()}: {type(error).__name__}: {error}"
             ) from error
 
