@@ -41,11 +41,6 @@ SHARED_PRIVATE = {
     *("_ddp_params_and_buffers_to_ignore", "_ddp_ignored", "_fp_param", "_mp_param"),
     *("_ddp_state", "_comm_hooks"),
 }
-# Weak dictionaries and sets of modules: what ranks share, by process group; and the threads of an
-# exchange, which have to end before the interpreter.
-REGISTRIES = {"coordination/group.py: _shared", "comm/parts.py: _threads"}
-# Function names that ask a question.
-ASKS = r"_*(is|are|was|were|has|have|may|needs|wants|can)_"
 # Words that are not terms of the field (see CONTRIBUTING.md).
 RETIRED = (
     *("arrangement", "at_once", "attendance", "ballot", "between", "cede", "follower", "in_step"),
@@ -131,31 +126,6 @@ def test_attributes_of_the_core_are_set_in_the_file_of_their_class() -> None:
     assert not wrong
 
 
-def test_one_method_sets_the_phase_of_a_backward() -> None:
-    """``Backward.moves_to()``, which refuses a phase that cannot follow."""
-    functions = list(every(ast.FunctionDef))
-    setters = [
-        f"{file}: {function.name}"
-        for file, function in functions
-        for node in (*stores(function, True), *stores(function, False))
-        if node.attr == "phase"
-    ]
-    assert setters == ["reducer/graph/backward.py: moves_to"]
-
-
-def test_a_function_that_asks_changes_nothing() -> None:
-    """A function ``is_...`` or ``has_...`` sets no attribute and no global, and only returns."""
-    changed = [
-        f"{file}: {function.name}"
-        for file, function in every(ast.FunctionDef)
-        if re.match(ASKS, function.name)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Global | ast.Nonlocal)
-        or (isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load))
-    ]
-    assert not changed
-
-
 def test_rooms_do_not_use_private_names_of_other_rooms() -> None:
     room: Callable[[str], str] = lambda name: name.rpartition("/")[0].partition("/")[0]  # noqa: E731
     defined: dict[str, set[str]] = defaultdict(set)
@@ -207,22 +177,6 @@ def test_no_imports_go_in_a_circle() -> None:
     assert len(list(TopologicalSorter(found).static_order())) == len(TREES)
 
 
-def test_no_module_keeps_a_registry_of_its_own() -> None:
-    found = {
-        f"{name}: {ast.unparse(target)}"
-        for name, tree in TREES.items()
-        for node in tree.body
-        for target in targets(node)
-        if re.search(r" = .*Weak(KeyDictionary|Set)\(", ast.unparse(node))
-    }
-    assert found == REGISTRIES
-
-
-def test_a_logger_has_the_name_of_its_module() -> None:
-    calls = [call for _, call in every(ast.Call) if dotted(call.func) == "logging.getLogger"]
-    assert {ast.unparse(call.args[0]) for call in calls} == {"__name__"}
-
-
 def test_names_are_terms_of_the_field() -> None:
     """Names, not texts: whole words of snake_case and of CamelCase."""
     words = re.compile(rf"(^|[_.])({'|'.join(RETIRED)})(s|d)?($|[_.])")
@@ -235,10 +189,3 @@ def test_names_are_terms_of_the_field() -> None:
     }
     snake = {each: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", each[1]).lower() for each in names}
     assert not [each for each, name in snake.items() if words.search(name)]
-
-
-def test_a_room_has_a_docstring_and_nothing_else() -> None:
-    for name, tree in TREES.items():
-        if name.endswith("/__init__.py"):
-            assert [type(node) for node in tree.body] == [ast.Expr], name
-            assert ast.get_docstring(tree), name
