@@ -42,22 +42,6 @@ class Layers(nn.Module):
         return x
 
 
-class Tied(nn.Module):
-    """A transformer whose output layer has the weights of its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(40, 32)
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.last = nn.Linear(32, 40, bias=False)
-        self.last.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = (x[:, :6].abs() * 13).long() % 40
-        return self.last(self.encoder(self.embedding(tokens)))
-
-
 class Conv(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +72,6 @@ class Branches(nn.Module):
 
 NETS: dict[str, Callable[[], nn.Module]] = {
     "mlp": Layers,
-    "tied": Tied,
     "conv": Conv,
     "unused": Branches,
 }

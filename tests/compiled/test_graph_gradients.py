@@ -3,18 +3,24 @@
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from distributed import gather, ranks
 from one_graph import (
     OPTIONS,
+    SMALL,
+    Layers,
     batch,
+    fresh_dynamo,
     gradients,
     loss_of,
     one_graph,
+    seeded,
     watched,
 )
-from torch import Tensor
 from training import raises_if
+
+from tritonddp import DistributedDataParallel
 
 
 @ranks(2, timeout=300)
@@ -67,8 +73,23 @@ def test_a_penalty_that_comes_later_is_an_error_once_and_no_rank_takes_the_step(
 
 
 @ranks(2, timeout=300)
+def test_a_hook_behind_all_parameters_may_finalize_the_backward() -> None:
+    with one_graph() as net:
+        net.ddp.require_manual_backward_finalization = True
+        for number in range(5):
+            net.ddp.zero_grad()
+            inputs = batch(number).requires_grad_()
+            if number:  # in the first backward only at its end
+                inputs.register_hook(lambda _: net.ddp.finalize_backward())
+            loss_of(net.call(inputs * 1)).backward()
+            if not number:
+                net.ddp.finalize_backward()
+            net.assert_means(number)
+
+
+@ranks(2, timeout=300)
 def test_a_hook_that_looks_at_gradients_for_one_step_holds_up_that_step_only() -> None:
-    kept: list[Tensor] = []
+    kept: list[Any] = []
     with one_graph() as net, watched() as left:
         for number in range(5):
             loss = net.loss(number)
@@ -81,3 +102,39 @@ def test_a_hook_that_looks_at_gradients_for_one_step_holds_up_that_step_only() -
             net.assert_means(number)
     (_, of), *_ = left
     assert [gone for gone, _ in left] == [0, of, 0, of, of]
+
+
+@ranks(2, timeout=300)
+def test_a_parameter_that_one_rank_has_frozen_is_named() -> None:
+    with one_graph() as net:
+        for number in range(3):
+            net.step(number)
+        net.ddp.module.layers[1].weight.requires_grad_(dist.get_rank() == 0)
+        with pytest.raises(RuntimeError, match=r"layers\.1\.weight"):
+            loss_of(net.call(batch(3))).backward()
+
+
+@ranks(2, timeout=300)
+def test_weighted_means() -> None:
+    with one_graph() as net:
+        for number in range(3):
+            net.ddp.zero_grad()
+            with net.ddp.weighted(dist.get_rank() + 1):
+                loss_of(net.call(batch(number))).backward()
+            net.module.zero_grad()
+            loss_of(net.module(batch(number))).backward()
+            one, two = gather(gradients(net.module))
+            net.assert_gradients({name: (one[name] + 2 * two[name]) / 3 for name in one})
+
+
+@ranks(2, timeout=300)
+def test_two_forwards_in_one_graph() -> None:
+    with fresh_dynamo():
+        net, twin = (DistributedDataParallel(seeded(Layers), **SMALL) for _ in range(2))
+        twice = torch.compile(lambda x: net(net(x)), backend="aot_eager", fullgraph=True)
+        for number in range(3):
+            net.zero_grad()
+            twin.zero_grad()
+            loss_of(twice(batch(number))).backward()
+            loss_of(twin(twin(batch(number)))).backward()
+            torch.testing.assert_close(gradients(net), gradients(twin))

@@ -94,34 +94,3 @@ def test_what_a_subclass_does_in_a_forward_is_done() -> None:
         with pytest.raises(Exception, match="a subclass of the wrapper overrides _run_ddp_forward"):
             net.call(batch(0, 0))
         torch.testing.assert_close(assert_compiles_in_parts(net.ddp), 2 * net.module(batch(0, 0)))
-
-
-class Particular(Layers):
-    """Looks at what its parameters are, and has buffers that it replaces, or changes in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("replaced", torch.zeros(2))
-        self.register_buffer("changed", torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Any:
-        self.replaced = self.replaced * 0.5 + 1
-        self.changed.add_(1)
-        are_parameters = all(isinstance(each, nn.Parameter) for each in self.parameters())
-        return {"x": super().forward(x) * (1 if are_parameters else 2), "w": self.layers[0].weight}
-
-
-@ranks(2, timeout=300)
-def test_the_module_is_what_it_is_without() -> None:
-    with fresh_dynamo():
-        ddp, twin = (DistributedDataParallel(seeded(Particular), **SMALL) for _ in range(2))
-        ddp.compile(backend="aot_eager", fullgraph=True)
-        for number in range(4):
-            for net in (ddp, twin):
-                net.zero_grad()
-                output = net(batch(number))
-                assert output["w"] is net.module.layers[0].weight
-                loss_of(output["x"]).backward()
-            torch.testing.assert_close(gradients(ddp), gradients(twin))
-            torch.testing.assert_close(dict(ddp.named_buffers()), dict(twin.named_buffers()))
-        assert ddp.module.replaced.tolist() == [1.875] * 2

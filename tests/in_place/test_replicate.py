@@ -15,10 +15,10 @@ from distributed import assert_same_bits, assert_same_on_all_ranks, gather, rank
 from modules import by_pickle, by_torch_save
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.fx import symbolic_trace
+from torch.fx import GraphModule, symbolic_trace
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
-from training import descend, drawn, gradients, squares, train_step
+from training import descend, drawn, gradients, raises_if, squares, train_step
 
 import tritonddp
 from tritonddp import DistributedDataParallel, ddp, replicate
@@ -167,7 +167,37 @@ def test_a_backward_of_one_rank_alone_is_an_error_on_all_and_averages_nothing(ra
     assert_same_on_all_ranks(gradients(net))
 
 
+@ranks(2)
+def test_a_backward_that_fails_on_one_rank_leaves_the_ranks_in_step(rank: int) -> None:
+    net = replicate(seeded(nn.BatchNorm1d))
+    train_step(net, drawn(5, 4))
+    loss = squares(net(drawn(5, 4, step=1)))
+    handle = net.encoder[0].weight.register_hook(lambda grad: grad / 0 if rank == 0 else 1 / 0)
+    with raises_if(rank == 1, ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    for number in range(2, 5):
+        train_step(net, drawn(5, 4, step=number))
+        assert_same_on_all_ranks([*gradients(net), *net.buffers()])
+
+
 # What else changes
+
+
+@ranks(2)
+def test_a_part_that_is_added_is_averaged_when_nothing_else_is_used(rank: int) -> None:
+    net: Any = replicate(nn.Linear(4, 4))
+    train_step(net, drawn(5, 4))
+    for step in range(2):
+        torch.manual_seed(step)
+        net.head = nn.Sequential()  # replaced, the second time
+        net.head.append(nn.Linear(4, 2))
+        net.gain = nn.Parameter(torch.ones(2))
+        for number in range(2):
+            net.zero_grad()
+            squares(net.head(drawn(5, 4, step=number)) * net.gain).backward()
+            assert net.gain.grad is not None
+            assert_same_on_all_ranks(gradients(net))
 
 
 @ranks(2)
@@ -225,6 +255,7 @@ def test_a_retained_graph_has_its_buffers_in_all_its_backwards(is_hooked: bool) 
         steps.append(gradients(net))
         assert_same_bits(net.scale, own)
         assert_same_bits(steps[-1], steps[0])
+    ddp(net)._update_process_group(dist.new_group())
     with torch.no_grad():
         net(torch.zeros(1, 4))
     assert_same_on_all_ranks([net.scale])
@@ -263,6 +294,8 @@ def test_a_copy_is_a_plain_module(kind: Any, copied: Any, rank: int) -> None:
     net = replicate(kind(Encoder()) if kind is symbolic_trace else kind())
     names = list(net.state_dict())
     train_step(net, drawn(5, 4))
+    if isinstance(net, GraphModule):
+        net.recompile()
     made = copied(net)
     assert not isinstance(made, ReplicatedModule)
     assert list(made.state_dict()) == names
