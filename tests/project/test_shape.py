@@ -10,7 +10,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
-from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ NODES = {name: list(ast.walk(tree)) for name, tree in TREES.items()}
 
 FILES_A_ROOM = 12
 LINES_A_FILE = 760
-LEVELS_OF_CLASSES = 2
 # Of a function that runs in each step: a rare case is a function of its own.
 HOT_FILE, BRANCHES = "reducer/autograd_driver.py", 8
 # The file that may use private names of torch.
@@ -91,20 +89,6 @@ def test_functions_of_each_step_have_few_branches() -> None:
     assert not {name: count for name, count in counts.items() if count > BRANCHES}
 
 
-def test_classes_have_at_most_one_base_and_few_levels() -> None:
-    bases = {
-        node.name: [dotted(each).partition("[")[0].rpartition(".")[2] for each in node.bases]
-        for _, node in every(ast.ClassDef)
-    }
-    own = {name: [each for each in of if each in bases] for name, of in bases.items()}
-
-    def levels(name: str) -> int:
-        return 1 + max(map(levels, own[name]), default=0)
-
-    assert not [name for name, of in own.items() if len(of) > 1]
-    assert not [name for name in own if levels(name) > LEVELS_OF_CLASSES]
-
-
 def test_attributes_of_the_core_are_set_in_the_file_of_their_class() -> None:
     files: dict[str, set[str]] = defaultdict(set)  # by attribute
     records: set[str] = set()
@@ -156,25 +140,6 @@ def test_private_names_of_torch_are_in_one_file() -> None:
     ]
     private = r"(torch|dist)\.(\w+\.)*_[^_]"
     assert not {each for each in used if each[0] != TORCH and re.match(private, each[1])}
-
-
-def test_no_imports_go_in_a_circle() -> None:
-    """In functions too, but not for the type checker alone. CycleError names the files."""
-    found: dict[str, set[str]] = {name: set() for name in TREES}
-    for name, tree in TREES.items():
-        nodes: list[ast.AST] = [tree]
-        while nodes:
-            node = nodes.pop()
-            is_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-            nodes += node.orelse if is_typing else ast.iter_child_nodes(node)
-            modules = []
-            if isinstance(node, ast.Import):
-                modules = [each.name for each in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                modules = [f"{node.module}.{each.name}" for each in node.names] + [str(node.module)]
-            paths = {module.replace(".", "/").removeprefix("tritonddp/") for module in modules}
-            found[name] |= {f"{path}.py" for path in paths} & TREES.keys()
-    assert len(list(TopologicalSorter(found).static_order())) == len(TREES)
 
 
 def test_names_are_terms_of_the_field() -> None:
