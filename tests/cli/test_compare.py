@@ -332,3 +332,14 @@ def test_steps_are_those_of_the_optimizer_or_else_backwards(
     assert [each["backwards"] for each in sent] == backwards
     is_by_backward = kinds[0] == "u" and "s" in kinds and "O" not in events
     assert made._steps == kinds.count("s") + is_by_backward  # the first backward was one, too
+
+
+def test_reading_the_times_of_a_step_is_not_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(recorder, "time", clock)
+    monkeypatch.setattr(recorder, "logged_times", lambda model: clock.sleep(0.05))
+    model, made = torch.nn.Linear(1, 1), recorder.Recorder({})
+    made._models.append(weakref.ref(model))
+    made._start_clock()
+    made._note_parts()
+    assert made._began == made._now() > 0
