@@ -6,7 +6,6 @@ import torch
 from benchmarks.gpu import overlap
 from benchmarks.models.architectures import ARCHITECTURES, ViTBase
 from benchmarks.models.cases import CASES, Branchy, loss
-from tritonddp.buckets.assignment import MIB, BucketCaps
 
 CPU = torch.device("cpu")
 # From torchvision 0.28 and transformers 5.23.
@@ -59,42 +58,3 @@ def test_the_default_sizes_expose_no_more_than_those_of_stock(name: str, speed: 
         for ours, stock in (("ours two", "stock copies"), ("ours views", "stock views")):
             # The latency of one more bucket, and the time to gather the whole last one.
             assert seconds[ours] <= 1.01 * seconds[stock] + 2e-6, (row["bus"], ours)
-
-
-def test_larger_sizes_expose_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a former default, chosen on one rank: the test above would fail with it."""
-    monkeypatch.setattr(overlap, "OURS", BucketCaps((75 * MIB,)))
-    (row,) = overlap.rows(["gpt2_small"], [50])
-    assert row["seconds"]["ours views"] > 1.2 * row["seconds"]["stock views"]
-
-
-def test_a_backward_of_two_gradients_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "gradients", lambda name: two)
-    monkeypatch.setattr(overlap, "BACKWARD", {"a": 1e-3})
-    two = overlap.Gradients([4_000_000, 2_000_000], [0.5, 1.0], [False] * 2)
-    for plan, copies in (("views", 0), ("two", 2e6), ("each", 2e6)):
-        # The first all-reduce takes 30 + 700 us from 502 us on, the second 30 + 350 after it.
-        hidden = 0.5e-3 + 2 * 4e6 / overlap.MEMORY + 730e-6 + 380e-6 - 1e-3
-        expected = hidden + 2 * copies / overlap.MEMORY
-        assert overlap.exposed("a", [[0], [1]], plan, 10) == pytest.approx(expected)
-    # A gradient of 1,000,000 elements in int8 and an exact one of 1,000, in one bucket.
-    two = overlap.Gradients([4_000_000, 4_000], [0.5, 1.0], [False, True])
-    number = 260 / 256
-    # A number is sent, residuals are read and written; each rank sums one eighth.
-    gathered = 1e6 * (4 + number + 8) + 1e3 * 8
-    summed = 1e6 * (number + (number + 8) / 8) + 1e3 * (4 + 4 / 8)
-    back = 1e6 * (number + 4) + 1e3 * 8
-    line = 2 * overlap.LATENCY + 2 * 7 / 8 * (1e6 * number + 4e3) / 10e9
-    expected = line + (gathered + summed + back) / overlap.MEMORY
-    assert overlap.exposed("a", [[0, 1]], "two", 10, wire="int8") == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("half", overlap.HALVES)
-def test_int8_and_its_sizes_pay(half: float) -> None:
-    """Also for GPT-2, whose embedding is its head."""
-    assert overlap.step("gpt2_small", "int8", 10) < 0.7 * overlap.step("gpt2_small", "bf16", 10)
-    (before,) = (each for each in overlap.SIZES if each.endswith("(before)"))
-    found = overlap.of_sizes([*overlap.STEP], overlap.BUS)
-    (one,) = (each for each in found if (each["sizes"], each["half"]) == (before, half))
-    assert one["ratio"]["mean"] > 1
-    assert one["ratio"]["low"] > 0.99

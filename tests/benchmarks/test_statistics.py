@@ -5,7 +5,7 @@ import random
 import pytest
 
 from benchmarks.base.paired import Ratio, overhead_ratio, paired_ratio
-from benchmarks.models.configurations import UNWRAPPED, families, on_cards
+from benchmarks.models.configurations import on_cards
 from benchmarks.network.result import frame_bytes, step_limit
 from benchmarks.report import verdicts
 from benchmarks.step.comparison import Bound, Comparison, IdleError, check_exchange
@@ -41,7 +41,6 @@ QUIET, SPREAD, NOISY = Ratio(1.0, 0.99, 1.01), Ratio(1.0, 0.96, 1.03), Ratio(1.0
     [
         (Ratio(1.00, 0.99, 1.01), NOISY, CPU, "met"),  # an interval on one side decides
         (Ratio(1.20, 1.15, 1.25), NOISY, CPU, "missed"),
-        (Ratio(1.01, 0.98, 1.04), QUIET, CPU, "met"),
         (Ratio(1.03, 1.00, 1.06), QUIET, CPU, "missed"),
         (Ratio(1.03, 1.00, 1.06), SPREAD, CPU, "within spread"),
         (Ratio(1.00, 0.95, 1.05), NOISY, CPU, "too noisy"),  # also a good median
@@ -63,8 +62,6 @@ def test_a_bound_is_met_or_missed_unless_noise_hides_it(
         ([[2.1] * 6] * 3, 14, "above"),
         ([[1.9] * 6] * 2, 1, "too few builds"),
         ([[1.9] * 6, [1.9] * 6, [2.1] * 6], 1, "not resolved"),  # builds differ
-        ([[1.9] * 2] * 3, 1, "below"),  # 6 rounds of 6
-        ([[1.9] * 2] * 3, 2, "not resolved"),  # but one of several rows
         ([[1.9995] * 6] * 3, 1, "too noisy"),  # two unwrapped models differ by more
     ],
 )
@@ -86,18 +83,6 @@ def test_a_contender_that_sends_nothing_is_not_compared() -> None:
         check_exchange([family], {**sent, "ours idle": 8})
 
 
-@pytest.mark.parametrize("unused", [False, True])
-def test_the_best_of_stock_is_the_reference(unused: bool) -> None:
-    family = families(unused)[0]
-    seconds = {each.name: [[3.0, 3.0], [3.0, 3.0]] for each in family.members}
-    seconds[UNWRAPPED.name] = [[1.0, 1.0], [1.0, 1.0]]
-    seconds[family.stock[-1].name] = [[2.0, 2.0], [2.0, 2.0]]
-    seconds[family.ours.name] = [[2.5, 2.5], [1.5, 1.5]]
-    one = Comparison.of(family, seconds, seconds)
-    assert (one.best, one.by_build) == (family.stock[-1].name, [1.25, 0.75])
-    assert (one.ours.median, one.overhead.median) == (1.0, 1.0)
-
-
 FRAMED = 1514 / 1448
 BURST, FRAMES = 131_072, frame_bytes(1_250_000)
 
@@ -105,7 +90,6 @@ BURST, FRAMES = 131_072, frame_bytes(1_250_000)
 @pytest.mark.parametrize(
     ("ready", "buckets", "burst", "compute", "line"),
     [
-        ([0.1], 1, 0, 0.1, 0.1 * FRAMED),
         # Compute while the line is busy costs nothing; a line may wait for a late bucket.
         ([0.1, 0.19], 2, 0, 0.1, 0.2 * FRAMED),
         ([0.1, 0.5], 2, 0, 0.5 - 0.1 * FRAMED, 0.2 * FRAMED),

@@ -8,13 +8,10 @@ import os
 import re
 import shutil
 import signal
-import socket
 import time
 import weakref
-from contextlib import ExitStack, suppress
-from multiprocessing.connection import Client
+from contextlib import suppress
 from pathlib import Path
-from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,21 +102,6 @@ def test_a_script_that_fails_shows_its_last_lines() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("steps", [2, 20, 60])
-def test_a_short_script_is_compared_in_whole_launches(steps: int) -> None:
-    code, found, lines = compare("--seconds", "40", PLANTED, str(steps))
-    assert code in (0, 1), found
-    assert "too short for blocks of steps in turns" in lines
-    assert states(found) == ["identical bits"] * (min(steps, 3) + 1)
-    rows = {row["label"]: row for row in found["rows"]}
-    assert rows["step, ms"]["first"] > 10
-    assert rows["forward, ms"]["first"] is None
-    assert rows["backwards per step"]["first"] == 1
-    counted = f"steps {min(20, steps // 2) + 1} to {steps} of "
-    assert counted in found["verdict"]["sentences"][-1]
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("planted", ["slow", *[""] * 10])
 @pytest.mark.parametrize("program", [PLANTED, UNUSUAL])
 def test_stock_against_stock_differs_only_if_a_tenth_is_planted(
@@ -193,27 +175,6 @@ def test_a_script_that_ends_during_an_order_is_a_failure_or_the_end(
         launches._probe(ending())
 
 
-def test_a_connection_that_is_not_a_rank_holds_nothing_up(launches: Launches) -> None:
-    process = SimpleNamespace(poll=lambda: None)
-    attributes: dict[str, Any] = {"ranks": {}, "pids": [], "world_size": 0, "last_line": str}
-    one: Any = SimpleNamespace(token="stock-1", process=process, **attributes)
-    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as others:
-        for words in (b"", b"\0", b"GET / HTTP/1.1\r\n\r\n"):
-            other = others.enter_context(socket.create_connection(listener.getsockname()))
-            other.sendall(words)
-        late = Timer(60, others.close)  # then a launcher that waits for them goes on
-        late.start()
-        with Client(listener.getsockname()) as rank:
-            hello = {"contender": "stock-1", "rank": 0, "world_size": 1, "pid": 1}
-            rank.send_bytes(json.dumps(hello).encode())
-            launches._gather(listener, [one])
-            assert late.is_alive()
-            one.ranks[0].send_bytes(b"{}")
-            assert rank.recv_bytes() == b"{}"
-            one.ranks[0].close()
-        late.cancel()
-
-
 def test_ranks_write_their_stacks_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Into one log, in which the lines of two ranks would be mixed."""
     clock = Clock()
@@ -223,17 +184,6 @@ def test_ranks_write_their_stacks_one_after_the_other(monkeypatch: pytest.Monkey
     hanging: Any = SimpleNamespace(pids=[7, 8])
     Contender._write_stacks(hanging)
     assert times[7] < times[8] < clock.perf_counter()
-
-
-def test_blocks_fit_the_steps_even_if_the_first_are_slow(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert Plan.of(0.002) == Plan(warmup=15, block=50, skipped=1, pairs=32)
-    assert Plan.of(1.0) == Plan(warmup=5, block=1, skipped=0, pairs=6)
-    turn = lambda contenders, count, skipped=0: [0.2 if skipped else 0.002] * 2  # noqa: E731
-    monkeypatch.setattr(launches, "_turn", turn)
-    launches._warm_up([])
-    assert launches.plan == Plan.of(0.002)
 
 
 TOO_LONG = "In 120 s, the ratio could not be determined to 2 %: increase"
@@ -246,8 +196,6 @@ TOO_LONG = "In 120 s, the ratio could not be determined to 2 %: increase"
         (0.01, 1, 5, ""),
         (0.05, 4, 2, ""),
         (0.05, 4, 0, TOO_LONG),
-        (0.05, 1, 0, TOO_LONG),
-        (0.05, 2, 0, ""),
     ],
 )
 def test_the_report_says_why_no_launch_follows(
@@ -321,12 +269,6 @@ def test_a_slow_step_is_not_a_hang(launches: Launches) -> None:
     assert next(iter(comparison.sentences)).startswith("no significant difference")
 
 
-def test_two_contenders_that_make_no_further_step_have_ended(launches: Launches) -> None:
-    play(launches, outcome("hangs 60"), outcome("hangs 60"))
-    assert launches._most == 60  # nobody waits again
-    assert launches.times
-
-
 @pytest.mark.parametrize(
     ("stock", "ours", "made", "error", "sentence"),
     [
@@ -344,13 +286,9 @@ def test_launches_that_cannot_be_compared_say_why(
     assert sentence in str(caught.value)
 
 
-def test_backwards_are_steps_if_there_are_no_others() -> None:
-    one = Contender.__new__(Contender)
-    one.played, one.longest, one._unstepped = Played(), 0.1, {0: [1.0, 2.0], 1: [1.0, 3.0]}
-    one.ranks = dict.fromkeys((0, 1))  # type: ignore[assignment]
-    assert one.outcome(ENDED).steps == 2
-    one.played = Played(steps={0: [1.0], 1: [1.0]})
-    assert one.outcome(ENDED).steps == 1
+def test_two_contenders_that_make_no_further_step_have_ended(launches: Launches) -> None:
+    play(launches, outcome("hangs 60"), outcome("hangs 60"))
+    assert launches._most == 60  # nobody waits again
 
 
 # The recorder
@@ -360,7 +298,6 @@ def test_backwards_are_steps_if_there_are_no_others() -> None:
     ("events", "kinds", "backwards"),
     [
         ("bnbb", "uss", [1, 2, 1]),  # without an optimizer, backwards that reduce are the steps
-        ("bbbb" * 3, "u" + "s" * 11, [1] * 12),
         ("bbbbo" * 3, "u" + "s" * 11, [1] * 12),
         ("Obbbbs" * 3, "uuuusss", [1, 1, 1, 1, 0, 4, 4]),  # all microbatches reduce
         ("Obosb" * 3, "usss", [1, 0, 2, 2]),

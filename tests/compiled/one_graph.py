@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import clear_compilation_metrics, counters
-from torch.utils.checkpoint import checkpoint
 
 from tritonddp import DistributedDataParallel
 from tritonddp.compiled.gradients import GraphGradients
@@ -41,22 +40,6 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = layer(x).relu()
         return x
-
-
-class Tied(nn.Module):
-    """A transformer whose output layer has the weights of its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(40, 32)
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.last = nn.Linear(32, 40, bias=False)
-        self.last.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = (x[:, :6].abs() * 13).long() % 40
-        return self.last(self.encoder(self.embedding(tokens)))
 
 
 class Conv(nn.Module):
@@ -87,39 +70,17 @@ class Branches(nn.Module):
         return x + (self.unreached * 2).detach()
 
 
-class Checkpointed(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(lambda y, layer=layer: layer(y).relu(), x, use_reentrant=False)
-        return x
-
-
-class Reused(Layers):
-    """Each layer twice."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(super().forward(x))
-
-
 NETS: dict[str, Callable[[], nn.Module]] = {
     "mlp": Layers,
-    "tied": Tied,
     "conv": Conv,
     "unused": Branches,
-    "checkpointed": Checkpointed,
-    "reused": Reused,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "views": {"gradient_as_bucket_view": True},
-    "process group": {"transport": "process_group"},
     "bf16": {"reduce_dtype": torch.bfloat16},
     "int8": {"compression": "int8"},
-    "lazy": {"lazy_bucket_allocation": True},
-    "lazy views": {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True},
-    "strict": {"find_unused_parameters": False},
     "measured": {"metrics": True},
     "finite": {"check_finite": "raise"},
-    "large buckets": {"bucket_cap_mb": 25},
 }
 
 
@@ -209,13 +170,6 @@ def means(
                 alone.rank = rank
             (loss_of(alone(of(number, rank).to(place))) / dist.get_world_size()).backward()
     return gradients(alone)
-
-
-def gradients_alone(module: nn.Module, number: int) -> dict[str, Tensor]:
-    """Of this rank, in one step."""
-    module.zero_grad()
-    loss_of(module(batch(number))).backward()
-    return gradients(module)
 
 
 def seeded(net: Callable[[], nn.Module]) -> nn.Module:

@@ -85,12 +85,6 @@ def test_a_compiled_module_has_the_means_and_is_compiled_once(way: Any) -> None:
     }, breaks
 
 
-@ranks(2, timeout=300)
-def test_without_splits_there_is_one_graph() -> None:
-    with fresh_dynamo(optimize_ddp=False):
-        assert len(check("the module")) == 1
-
-
 @pytest.mark.parametrize("splits", [True, False])
 @ranks(2, timeout=300)
 def test_buckets_leave_while_the_compiled_backward_runs(rank: int, splits: bool) -> None:
@@ -106,19 +100,6 @@ def test_buckets_leave_while_the_compiled_backward_runs(rank: int, splits: bool)
         step(batch(1))
     # All but the one whose gradient a hook of a user may change.
     assert sent == [DEPTH - 1]
-
-
-@ranks(2)
-def test_a_compiled_function_may_look_at_the_wrapped_module() -> None:
-    """dynamo leaves alone what asks an attribute of a class that has a ``__getattr__`` of ours."""
-    ddp = DistributedDataParallel(nn.Linear(4, 4))
-    backend = Backend("eager")
-
-    def step(x: Tensor) -> Tensor:
-        return ddp.module(x) @ ddp.module.weight if hasattr(ddp, "module") else x
-
-    torch.compile(step, backend=backend, fullgraph=True)(torch.ones(2, 4))
-    assert len(backend.graphs) == 1
 
 
 @ranks(2, timeout=300)

@@ -6,7 +6,6 @@ import re
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,12 +15,15 @@ from distributed import assert_same_bits, assert_same_on_all_ranks, gather, rank
 from modules import by_pickle, by_torch_save
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.fx import GraphModule, symbolic_trace
 from torch.utils.checkpoint import checkpoint
-from training import descend, drawn, gradients, squares, train_step
+from torch.utils.data import DataLoader, Dataset
+from training import descend, drawn, gradients, raises_if, squares, train_step
 
 import tritonddp
 from tritonddp import DistributedDataParallel, ddp, replicate
 from tritonddp.features.call_sites import CallSites
+from tritonddp.in_place import ReplicatedModule
 from tritonddp.reducer.graph.backward import SyncState
 
 
@@ -89,9 +91,8 @@ def test_every_call_of_it_is_averaged() -> None:
                 torch.testing.assert_close(found, mean)
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
 @ranks(2)
-def test_a_penalty_beside_a_forward_inside_no_sync_is_refused(rank: int, everywhere: bool) -> None:
+def test_a_penalty_with_a_forward_inside_no_sync_is_refused(rank: int) -> None:
     """By the order of gradients it would be averaged on one rank, and local on another."""
     net = replicate(seeded())
     net.encoder.scale = nn.Parameter(torch.ones(3))  # unused
@@ -99,12 +100,12 @@ def test_a_penalty_beside_a_forward_inside_no_sync_is_refused(rank: int, everywh
     squares(net(x)).backward()
     with net.no_sync():
         loss = squares(net(x))
-    if rank == 1 or everywhere:
+    if rank == 1:
         with pytest.raises(RuntimeError, match=rf"rank {rank}, step 2.*both.*inside no_sync\(\)"):
             (loss + squares(net.encoder.scale)).backward()
     else:
         loss.backward()
-    for _ in range(2 if rank == 0 or everywhere else 1):  # rank 1 takes part in one more
+    for _ in range(2 if rank == 0 else 1):  # rank 1 takes part in one more
         net.zero_grad()
         squares(net(x)).backward()
     assert_same_on_all_ranks(gradients(net))
@@ -172,7 +173,7 @@ def test_a_backward_that_fails_on_one_rank_leaves_the_ranks_in_step(rank: int) -
     train_step(net, drawn(5, 4))
     loss = squares(net(drawn(5, 4, step=1)))
     handle = net.encoder[0].weight.register_hook(lambda grad: grad / 0 if rank == 0 else 1 / 0)
-    with pytest.raises(ZeroDivisionError) if rank == 1 else nullcontext():
+    with raises_if(rank == 1, ZeroDivisionError):
         loss.backward()
     handle.remove()
     for number in range(2, 5):
@@ -184,21 +185,19 @@ def test_a_backward_that_fails_on_one_rank_leaves_the_ranks_in_step(rank: int) -
 
 
 @ranks(2)
-def test_parameters_that_are_unfrozen_are_averaged_by_methods_alone() -> None:
-    net = seeded()
-    net.head.requires_grad_(False)
-    replicate(net)
-    for number in range(2):
-        net.zero_grad()
-        squares(net.encode(drawn(5, 4, step=number))).backward()
-    net.head.requires_grad_(True)
-    net.encoder.requires_grad_(False)
-    for number in range(3):
-        x = drawn(5, 8, step=number)
-        expected = means(net, lambda each, x=x: squares(each.head(x)))
-        net.zero_grad()
-        squares(net.head(x)).backward()
-        torch.testing.assert_close(gradients(net), expected)
+def test_a_part_that_is_added_is_averaged_when_nothing_else_is_used(rank: int) -> None:
+    net: Any = replicate(nn.Linear(4, 4))
+    train_step(net, drawn(5, 4))
+    for step in range(2):
+        torch.manual_seed(step)
+        net.head = nn.Sequential()  # replaced, the second time
+        net.head.append(nn.Linear(4, 2))
+        net.gain = nn.Parameter(torch.ones(2))
+        for number in range(2):
+            net.zero_grad()
+            squares(net.head(drawn(5, 4, step=number)) * net.gain).backward()
+            assert net.gain.grad is not None
+            assert_same_on_all_ranks(gradients(net))
 
 
 @ranks(2)
@@ -216,44 +215,96 @@ def test_synchronization_is_switched_by_the_names_of_fsdp2(rank: int) -> None:
         net.set_requires_gradient_sync("no")  # type: ignore[arg-type]
 
 
-class Recursive(nn.Module):
+class Scaled(nn.Module):
+    """Its backward needs the buffer, which each rank changes by its inputs."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
-        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(4))
 
-    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-        self.calls += 1  # type: ignore[operator]
-        return self(self.layer(x), depth - 1) if depth else x
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.mul_(0.5).add_(x.abs().mean(0))  # type: ignore[operator]
+        return self.layer(x * self.scale) * self.scale
+
+
+def sends_later(state: None, buffers: dict[str, Tensor]) -> list[torch.futures.Future[None]]:
+    """A hook for buffers that writes when the backward may be over."""
+    future: torch.futures.Future[None] = torch.futures.Future()
+
+    def send() -> None:
+        buffers["scale"].data.fill_(7)
+        future.set_result(None)
+
+    threading.Timer(0.05, send).start()
+    return [future]
+
+
+@pytest.mark.parametrize("is_hooked", [False, True], ids=["broadcast", "hook"])
+@ranks(2)
+def test_a_retained_graph_has_its_buffers_in_all_its_backwards(is_hooked: bool) -> None:
+    net = replicate(Scaled())
+    if is_hooked:
+        ddp(net)._register_buffer_comm_hook(None, sends_later)
+    loss = squares(net(drawn(5, 4)))
+    own, steps = net.scale.clone(), []
+    for _ in range(3):
+        net.zero_grad()
+        loss.backward(retain_graph=True)
+        steps.append(gradients(net))
+        assert_same_bits(net.scale, own)
+        assert_same_bits(steps[-1], steps[0])
+    ddp(net)._update_process_group(dist.new_group())
+    with torch.no_grad():
+        net(torch.zeros(1, 4))
+    assert_same_on_all_ranks([net.scale])
+    assert (net.scale[0].item() == 3.5) is is_hooked
 
 
 @ranks(2)
-def test_a_module_that_calls_itself_is_one_forward(rank: int) -> None:
-    net = replicate(Recursive())
-    for number in range(3):
-        train_step(net, drawn(2, 4, step=number))
-    assert ddp(net)._ddp_state.core.forwards.seq == 3
-    assert_same_on_all_ranks([*gradients(net), *net.buffers()])
+def test_a_module_in_place_has_all_methods_that_it_promises(rank: int) -> None:
+    net: Any = replicate(seeded())
+    methods = str(replicate.__doc__).split("these methods:")[1].split(".")[0]
+    promised = re.findall(r"``(\w+)``", methods)
+    assert len(promised) == 15
+    assert all(callable(getattr(net, name)) for name in promised)
+    if rank == 1:
+        net.request_stop()
+    assert not net.should_stop()
+    train_step(net, drawn(5, 4))
+    assert net.should_stop()
 
 
 # Copies
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, by_pickle, by_torch_save])
+class CopiesItsDictionary(Encoder):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle, by_torch_save])
+@pytest.mark.parametrize("kind", [Encoder, CopiesItsDictionary, symbolic_trace])
 @ranks(2)
-def test_a_copy_is_a_plain_module(copied: Callable[[nn.Module], nn.Module], rank: int) -> None:
-    net = replicate(seeded())
+def test_a_copy_is_a_plain_module(kind: Any, copied: Any, rank: int) -> None:
+    net = replicate(kind(Encoder()) if kind is symbolic_trace else kind())
+    names = list(net.state_dict())
     train_step(net, drawn(5, 4))
+    if isinstance(net, GraphModule):
+        net.recompile()
     made = copied(net)
-    assert type(made) is Encoder
-    assert vars(made).keys() == vars(seeded()).keys()
+    assert not isinstance(made, ReplicatedModule)
+    assert list(made.state_dict()) == names
     assert_same_bits(list(made.parameters()), list(net.parameters()))
-    if copied is not copy.copy and rank == 0:  # trained by one rank alone
+    if rank == 0:  # trained by one rank alone
         train_step(made, drawn(5, 4))
-    if copied is not copy.copy:
-        again = replicate(made)
-        train_step(again, drawn(5, 4, step=1))
-        assert_same_on_all_ranks(gradients(again))
+    again = replicate(made)
+    train_step(again, drawn(5, 4, step=1))
+    assert_same_on_all_ranks(gradients(again))
     train_step(net, drawn(5, 4, step=2))
     assert_same_on_all_ranks(gradients(net))
 
@@ -284,6 +335,29 @@ def test_it_is_freed_with_its_hooks() -> None:
     squares(kept(drawn(2, 8))).backward()  # its own rank's
 
 
+class Features(Dataset[Tensor]):
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, number: int) -> Tensor:
+        output = self.net(torch.full((1, 4), float(number)))
+        return torch.autograd.grad(output.sum(), self.net.bias)[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@ranks(2)
+def test_a_worker_of_a_data_loader_may_run_it(method: str, rank: int) -> None:
+    net = replicate(nn.Linear(4, 4))
+    train_step(net, drawn(5, 4))
+    loader = DataLoader(Features(net), 2, num_workers=1, multiprocessing_context=method)
+    assert [batch.tolist() for batch in loader] == [[[1.0] * 4] * 2] * 2
+    train_step(net, drawn(5, 4, step=1))
+    assert_same_on_all_ranks(gradients(net))
+
+
 # What cannot be replicated
 
 
@@ -298,6 +372,15 @@ class Failing(Encoder):
         raise ValueError("not now")
 
 
+class Registered(Encoder):
+    def __init_subclass__(cls, *, name: str) -> None:
+        super().__init_subclass__()
+
+
+class Entry(Registered, name="entry"):
+    """Subclasses need an argument."""
+
+
 @ranks(2)
 def test_what_cannot_be_replicated_is_named_and_left_as_it_was() -> None:
     whole = replicate(nn.Sequential(seeded(), nn.Linear(3, 2)))
@@ -310,6 +393,7 @@ def test_what_cannot_be_replicated_is_named_and_left_as_it_was() -> None:
         (wrapped.module, ValueError, "it is wrapped already"),
         (torch.jit.script(nn.Linear(2, 2)), TypeError, "is a TorchScript module"),
         (Named(), ValueError, "Named has attributes that .*: metrics"),
+        (Entry(), TypeError, r"class of Entry cannot be changed .*'name'.*: wrap the module"),
         (Failing(), ValueError, "Failing has attributes that .*: no_sync"),
         ("net", TypeError, r"module must be a torch.nn.Module, got str"),
         (nn.Tanh(), RuntimeError, "doesn't have any parameter"),

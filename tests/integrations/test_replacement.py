@@ -13,14 +13,11 @@ import launched
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, ranks
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training import drawn
 
 import tritonddp
-from tritonddp._torch import STOCK, patches_of_stock
+from tritonddp._torch import STOCK
 from tritonddp.compat.stock_ddp import StockDDPNames
 from tritonddp.integrations import replacement
 from tritonddp.integrations.accelerate import instead_of_stock
@@ -154,32 +151,6 @@ def test_others_may_subclass_and_set_the_name(wrap: Any) -> None:
     assert vars(torch.nn.parallel.distributed)["DistributedDataParallel"] is STOCK
 
 
-def trained_with_zero() -> list[Any]:
-    """The wrapper of torch's own name and the parameters at the end."""
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 3))
-    ddp = torch.nn.parallel.DistributedDataParallel(layers)
-    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.1)
-    for step in range(4):
-        optimizer.zero_grad()
-        ddp(drawn(5, 6, step=step)).square().mean().backward()
-        optimizer.step()
-    assert 0 < len(optimizer.optim.state) < 6
-    return [ddp, *ddp.parameters()]
-
-
-@ranks(2)
-def test_the_zero_redundancy_optimizer_of_torch_finds_all_gradients() -> None:
-    with instead_of_stock():
-        ours, *params = trained_with_zero()
-    stock, *expected = trained_with_zero()
-    assert (type(ours), type(stock)) == (OURS, STOCK)
-    assert ZeroRedundancyOptimizer.__module__.startswith("torch.")
-    for param, other in zip(params, expected, strict=True):
-        assert_same_bits(param, other)
-        assert_same_bits(param.grad, other.grad)  # there on all ranks
-
-
 def test_attributes_that_others_put_on_the_class_of_torch_are_on_ours(
     replaced: None, monkeypatch: pytest.MonkeyPatch, wrap: Any
 ) -> None:
@@ -198,9 +169,3 @@ def test_attributes_that_others_put_on_the_class_of_torch_are_on_ours(
     ddp = wrap()
     found = (ddp.reset(), ddp.kind, ddp.twice(4), ddp.made_by(), ddp.version)
     assert found == (1, "Linear", 8, OURS, 3)
-
-
-def test_private_names_of_torch_are_not_attributes_of_others(replaced: None, wrap: Any) -> None:
-    assert patches_of_stock() == {}
-    with pytest.raises(AttributeError, match="no attribute '_passing_sync_batchnorm_handle'"):
-        _ = wrap()._passing_sync_batchnorm_handle

@@ -1,12 +1,10 @@
 """``stop_on_signal``: the first signal asks all ranks to stop, the second does as before."""
 
 import gc
-import logging
 import os
 import re
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +15,6 @@ from launched import ROOT, run
 from training import in_threads
 
 import tritonddp
-from tritonddp._torch import loading_loop, set_loading_loop
-from tritonddp.integrations import signals
 from tritonddp.integrations.signals import StopOnSignal
 from tritonddp.state import DDPState
 
@@ -86,11 +82,8 @@ def test_sigterm_is_the_default_and_each_signal_asks_once(asked: Asked) -> None:
     assert asked.count == 3
 
 
-@pytest.mark.parametrize("is_removed", [False, True])
-def test_a_later_handler_that_calls_ours_stays(
-    is_removed: bool, asked: Asked, calls: list[str]
-) -> None:
-    ours = tritonddp.stop_on_signal(USR1)
+def test_a_later_handler_that_calls_ours_stays(asked: Asked, calls: list[str]) -> None:
+    tritonddp.stop_on_signal(USR1)
     former: Any = signal.getsignal(USR1)
 
     def later(*arguments: Any) -> None:
@@ -98,71 +91,29 @@ def test_a_later_handler_that_calls_ours_stays(
         former(*arguments)
 
     signal.signal(USR1, later)
-    if is_removed:
-        ours.remove()
-    else:
-        signal.raise_signal(USR1)
-        assert calls == ["later"]
-    assert asked.count == 1 - is_removed
-    calls.clear()
+    signal.raise_signal(USR1)
+    assert (asked.count, calls) == (1, ["later"])
     assert signal.getsignal(USR1) is later
     signal.raise_signal(USR1)
-    assert calls == ["later", "former"]
+    assert calls == ["later", "later", "former"]
 
 
 @pytest.mark.parametrize("number", [INT, signal.SIGWINCH])
 def test_a_signal_that_did_nothing_does_nothing_the_second_time(number: int, asked: Asked) -> None:
     before = signal.signal(number, signal.SIG_IGN if number == INT else signal.SIG_DFL)
     ours = tritonddp.stop_on_signal(number)
-    former: Any = signal.getsignal(number)
-    signal.signal(number, lambda *arguments: former(*arguments))
-    chained = signal.getsignal(number)
     for _ in range(3):
         signal.raise_signal(number)
-        assert signal.getsignal(number) is chained
     assert asked.count == 1
     signal.signal(number, before)
     ours.remove()
-
-
-def test_the_line_in_the_log_takes_no_lock_that_the_main_thread_holds(asked: Asked) -> None:
-    lines: list[str] = []
-    lock = threading.Lock()
-
-    class Locked(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            with lock:
-                if "SIGHUP" in record.getMessage():  # lines of other tests may be late
-                    lines.append(record.getMessage())
-
-    logger, handler = logging.getLogger("tritonddp.integrations.signals"), Locked()
-    logger.addHandler(handler)
-    try:
-        with tritonddp.stop_on_signal(signal.SIGHUP):
-            with lock:
-                signal.raise_signal(signal.SIGHUP)
-                assert asked.count == 1
-            while not lines:
-                time.sleep(0.01)
-    finally:
-        logger.removeHandler(handler)
-    assert lines == [
-        "rank 3: received SIGHUP and asks all ranks to stop after the same reduction; a second "
-        "SIGHUP has its previous effect"
-    ]
 
 
 @pytest.mark.parametrize(
     ("numbers", "error", "text"),
     [
         (["SIGTERM"], TypeError, "should be a number such as signal.SIGTERM, got 'SIGTERM'"),
-        ([None], TypeError, "got None"),
-        ([True], TypeError, "got True"),
-        ([15.0], TypeError, r"got 15\.0"),
         ([USR1, 4000], ValueError, "there is no signal 4000"),
-        ([0], ValueError, "there is no signal 0"),
-        ([signal.SIGKILL], ValueError, "cannot continue after SIGKILL"),
-        ([USR1, signal.SIGSTOP], ValueError, "cannot continue after SIGSTOP"),
         ([signal.SIGSEGV], ValueError, "cannot continue after SIGSEGV: use another signal"),
     ],
 )
@@ -182,26 +133,6 @@ def test_another_thread_gets_an_error_that_names_the_remedy(asked: Asked) -> Non
 
     with tritonddp.stop_on_signal(USR1) as ours:
         in_threads(there)
-
-
-def test_a_handler_that_cannot_be_set_or_restored_is_refused(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(signal, "getsignal", lambda number: None)
-        with pytest.raises(RuntimeError, match=r"SIGUSR1 was not set by Python.*signal\.SIG_DFL"):
-            tritonddp.stop_on_signal(USR1)
-    set_handler = signal.signal
-
-    def refuse(number: int, handler: Any) -> Any:
-        if number == USR2 and isinstance(getattr(handler, "__self__", None), StopOnSignal):
-            raise OSError("on purpose")
-        return set_handler(number, handler)
-
-    monkeypatch.setattr(signal, "signal", refuse)
-    with pytest.raises(OSError, match="on purpose"):
-        tritonddp.stop_on_signal(USR1, USR2)
-    monkeypatch.undo()  # the handler of SIGUSR1 is gone too: see the fixture
 
 
 def end_of(work: Callable[[], None]) -> tuple[int, str]:
@@ -301,7 +232,6 @@ FORKED = [(TERM, "fork", False, False), (TERM, "fork", True, True), (USR1, "fork
     [
         pytest.param(FORKED, id="forked", marks=pytest.mark.quick),
         pytest.param([(TERM, "spawn", True, False)], id="spawned"),
-        pytest.param([(TERM, "forkserver", False, False)], id="by a server"),
     ],
 )
 def test_a_signal_to_the_group_leaves_workers_of_loaders_at_work(
@@ -323,6 +253,26 @@ def test_workers_that_cannot_be_shielded_are_named(tmp_path: Path) -> None:
     )
 
 
+def test_a_handler_that_cannot_be_set_or_restored_is_refused(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "getsignal", lambda number: None)
+        with pytest.raises(RuntimeError, match=r"SIGUSR1 was not set by Python.*signal\.SIG_DFL"):
+            tritonddp.stop_on_signal(USR1)
+    set_handler = signal.signal
+
+    def refuse(number: int, handler: Any) -> Any:
+        if number == USR2 and isinstance(getattr(handler, "__self__", None), StopOnSignal):
+            raise OSError("on purpose")
+        return set_handler(number, handler)
+
+    monkeypatch.setattr(signal, "signal", refuse)
+    with pytest.raises(OSError, match="on purpose"):
+        tritonddp.stop_on_signal(USR1, USR2)
+    monkeypatch.undo()  # the handler of SIGUSR1 is gone too: see the fixture
+
+
 def test_workers_end_with_their_parent_and_survive_a_signal_of_their_own(tmp_path: Path) -> None:
     done = shielded(tmp_path, (USR1, "fork", False, False), words="individually killed")
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
@@ -330,21 +280,3 @@ def test_workers_end_with_their_parent_and_survive_a_signal_of_their_own(tmp_pat
     assert first == "fork True 1 [False, False]"
     while any(Path(f"/proc/{pid}").exists() for pid in pids.split()):
         time.sleep(0.1)  # torch's loop looks each 5 seconds
-
-
-def test_several_handlers_shield_until_the_last_is_removed(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(signals, "_shield", signals._Shield())  # other tests have removed nothing
-    loop = loading_loop()
-    one, two = (tritonddp.stop_on_signal(number) for number in (USR1, USR2))
-    for _ in range(2):
-        one.remove()
-    shield: Any = loading_loop()
-    assert shield is signals._shield
-    assert shield._signals == {USR2}
-    set_loading_loop(print)  # the loop of another library, set later
-    two.remove()
-    assert loading_loop() is print
-    assert shield._signals == set()
-    set_loading_loop(loop)

@@ -68,16 +68,6 @@ def test_the_page_of_frameworks_has_a_row_for_every_library_that_is_tested() -> 
     assert not [name for name in names if name.replace("_", "") not in letters]
 
 
-@pytest.mark.parametrize("shade", ["light", "dark"])
-@pytest.mark.quick
-def test_a_file_in_the_picture_of_the_rooms_exists(shade: str) -> None:
-    picture = (ROOT / "docs" / f"architecture-{shade}.svg").read_text()
-    lines = re.findall(r'class="files".*?>(.*)</text>', picture)
-    named = re.findall(r"\w+", re.sub("<.*?>", "", " ".join(lines)))
-    assert len(named) > 60
-    assert set(named) <= {path.stem for path in (ROOT / "tritonddp").rglob("*")}
-
-
 def test_a_call_in_the_page_of_one_backward_is_in_its_file() -> None:
     page = PAGES[ROOT / "docs" / "one-backward.md"]
     calls = re.findall(r"^ [^.\n]*?(\w+)\.(\w+).* (\w+\.py)$", page, re.MULTILINE)

@@ -1,6 +1,5 @@
 """What is built has the whole package and is found; torch alone is enough to train on the CPU."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -93,18 +92,17 @@ if child:
 """
 
 
-BUILD = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.argv[1])"
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 
-def build(kind: str, tree: Path) -> Path:
+def build(tree: Path) -> Path:
     """The wheel of ``tree``, with the description of this repository's package."""
     pytest.importorskip("setuptools", "77")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     wheels = tree.parent / "wheels"
     wheels.mkdir()
-    code = BUILD.format(kind)
-    subprocess.run([sys.executable, "-c", code, wheels], cwd=tree, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", BUILD, wheels], cwd=tree, check=True, capture_output=True)
     (wheel,) = wheels.iterdir()
     return wheel
 
@@ -112,7 +110,7 @@ def build(kind: str, tree: Path) -> Path:
 def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
     tree, ignored = tmp_path / "tree", shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "tritonddp", tree / "tritonddp", ignore=ignored)
-    wheel = build("wheel", tree)
+    wheel = build(tree)
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert wheel.name == f"tritonddp-{tritonddp.__version__}-py3-none-any.whl"
     files = [path for path in (tree / "tritonddp").rglob("*") if path.is_file()]
@@ -139,26 +137,6 @@ def test_without_triton_and_without_linux_it_trains_on_the_cpu(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     assert without_gloo(done.stdout) == "compare: 2\n"
     assert "tritonddp compare: error: requires Linux or macOS" in done.stderr
-
-
-def test_a_clone_in_the_folder_of_the_script_does_not_hide_an_editable_install(
-    tmp_path: Path,
-) -> None:
-    """A folder named tritonddp without an ``__init__.py``, as ``git clone`` makes one."""
-    tree, installed, user = (tmp_path / name for name in ("tree", "site", "user"))
-    for folder in (tree / "tritonddp", installed, user / "tritonddp"):
-        folder.mkdir(parents=True)
-    (tree / "tritonddp.py").write_text('__version__ = "0"')
-    zipfile.ZipFile(build("editable", tree)).extractall(installed)
-    script = user / "train.py"
-    # site.addsitedir() for the folder to which pip installs.
-    lines = "import site, sys", "site.addsitedir(sys.argv[1])", "import tritonddp as t"
-    script.write_text("\n".join([*lines, "print(t.__file__)"]))
-    # Without the site packages, in which this tree may be installed already.
-    run = [sys.executable, "-S", script, installed]
-    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(run, env=plain, capture_output=True, text=True, timeout=400, check=False)
-    assert done.stdout.strip() == str(tree / "tritonddp.py"), done.stderr
 
 
 # A list of all modules that a plain import of torch imports would differ between versions.

@@ -123,10 +123,7 @@ def test_a_wrapper_has_the_names_of_stock_and_documented_ones() -> None:
     assert not [name for name in missing if not name.startswith("_")]
 
 
-INSIDE = """
-    config group sync core caps traced buffer_sync state_broadcast device check_finite window
-    figures _window _low _figures comm_hook_name wrapped_modules _buffer_hook _is_sliced
-"""
+INSIDE = "config group sync core caps buffer_sync state_broadcast device check_finite window"
 TAKEN = [*INSIDE.split(), *sorted(ADDED)]
 
 
@@ -143,18 +140,13 @@ def step(ddp: nn.Module, number: int) -> list[Tensor]:
     return [param.grad.clone() for param in ddp.parameters()]
 
 
-@pytest.mark.parametrize("kept", ["itself", "a deep copy", "a shallow copy", "the original"])
+@pytest.mark.parametrize("copies", [False, True], ids=["itself", "a deep copy"])
 @ranks(2)
-def test_a_user_may_set_any_attribute_and_training_goes_on(kept: str) -> None:
+def test_a_user_may_set_any_attribute_and_training_goes_on(copies: bool) -> None:
     ddp, plain = (DistributedDataParallel(net(), metrics=True) for _ in range(2))
     for name in TAKEN:
         setattr(ddp, name, {"set by": "the user"})
-    if kept == "a deep copy":
-        ddp = copy.deepcopy(ddp)
-    elif kept != "itself":
-        other = copy.copy(ddp)
-        assert other._ddp_state is not ddp._ddp_state
-        ddp = other if kept == "a shallow copy" else ddp
+    ddp = copy.deepcopy(ddp) if copies else ddp
     for number in range(3):
         with ddp.no_sync(), plain.no_sync():
             step(ddp, 10 + number)

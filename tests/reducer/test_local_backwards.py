@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import assert_same_bits, ranks
 from logged import logged
 from modules import OnDemand
@@ -243,6 +244,20 @@ def test_a_backward_in_a_callback_at_the_end_adds_to_the_means() -> None:
         expected(filled(2, 4)).sum().backward()
         expected(filled(2, 4)).sum().backward()
         assert_same_bits(gradients(ddp.module), gradients(expected.module))
+
+
+@ranks(2)
+def test_wrappers_that_each_rank_makes_in_another_order_end_in_the_same_order(rank: int) -> None:
+    """Without ``init_sync`` the ranks do not compare the order at wrapping."""
+    groups = [dist.new_group() for _ in range(2)]
+    nets: dict[int, Any] = {}
+    for number in (0, 1) if rank else (1, 0):
+        options = {"process_group": groups[number], "init_sync": False}
+        nets[number] = DistributedDataParallel(net(), **options)
+    for _ in range(3):
+        (nets[0](filled(2, 4)).sum() + nets[1](filled(2, 4)).sum()).backward()
+    for each in nets.values():
+        assert_gradients_alike(each)
 
 
 @ranks(2)

@@ -1,35 +1,27 @@
 """Norms of gradients that several ranks own, and what clips them."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
-from beside_replicated import TRANSPORTS, Pair, owner_of
+from beside_replicated import Pair, owner_of
 from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
 from modules import Squares, mlp
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
-from training import assert_close, breaking_off, drawn, squares, wrap
+from training import assert_close, drawn, squares, wrap
 
 from tritonddp import ZeroRedundancyOptimizer
 
 INF = float("inf")
 
 
-def backwards(pair: Pair, number: int, factor: float = 1.0) -> None:
-    for net, _ in pair.each():
-        squares(factor * net(drawn(5, 4, step=number))).backward()
-
-
-@pytest.mark.parametrize("norm_type", [2, 2.0, 1.0, INF, 3])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("norm_type", [2, INF])
 @ranks(2)
-def test_torchs_function_clips_by_the_norm_of_all(transport: str, norm_type: float) -> None:
+def test_torchs_function_clips_by_the_norm_of_all(norm_type: float) -> None:
     """Also the one that was imported by name before there was an optimizer."""
-    pair = Pair(mlp(4, 8, 8, 2), wrapper=TRANSPORTS[transport])
+    pair = Pair(mlp(4, 8, 8, 2))
     for number in range(4):
-        backwards(pair, number)
+        for net, _ in pair.each():
+            squares(net(drawn(5, 4, step=number))).backward()
         clip = clip_grad_norm_ if number % 2 else nn.utils.clip_grad_norm_
         norms = [clip(list(net.parameters()), 0.1, norm_type) for net, _ in pair.each()]
         assert_same_bits(*norms)
@@ -38,22 +30,7 @@ def test_torchs_function_clips_by_the_norm_of_all(transport: str, norm_type: flo
 
 
 @ranks(2)
-def test_the_norm_of_gradients_is_over_all_ranks(rank: int) -> None:
-    pair = Pair(mlp(4, 8, 8, 2))
-    for number in range(3):
-        backwards(pair, number)
-        norms = []
-        for net, _ in pair.each():
-            grads = [param.grad for param in net.parameters() if param.grad is not None]
-            norms.append(nn.utils.get_total_norm(grads))
-            nn.utils.clip_grads_with_norm_(net.parameters(), 0.2, norms[-1])
-        assert_same_bits(*norms)
-        pair.end()
-
-
-@pytest.mark.parametrize("bad", [float("nan"), INF])
-@ranks(2)
-def test_a_norm_that_is_not_finite_raises_on_all_ranks(rank: int, bad: float) -> None:
+def test_a_norm_that_is_not_finite_raises_on_all_ranks(rank: int) -> None:
     net = wrap(Squares((3, 3), (4,), (2,)))
     optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
     for _ in range(3):
@@ -61,46 +38,11 @@ def test_a_norm_that_is_not_finite_raises_on_all_ranks(rank: int, bad: float) ->
         net().backward()
         for param in net.parameters():
             if param.grad is not None and param.numel() == 4 and owner_of(optimizer, param) == rank:
-                param.grad[1] = bad
+                param.grad[1] = INF
         with pytest.raises(RuntimeError, match="non-finite"):
             clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)
         total = clip_grad_norm_(net.parameters(), 1.0)
         assert not total.isfinite()
-
-
-class Mixed(nn.Module):
-    """Layers of several dtypes, of which forwards use some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        kinds = torch.float32, torch.float64, torch.complex64
-        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=kind) for kind in kinds)
-
-    def forward(self, x: Tensor, used: Sequence[int]) -> Tensor:
-        outputs = [self.layers[n](x.to(self.layers[n].weight.dtype)).abs().float() for n in used]
-        return torch.stack(outputs).sum(0)
-
-
-@pytest.mark.parametrize("options", [{}, {"reduce_dtype": torch.bfloat16}, {"bucket_cap_mb": 1e-5}])
-@pytest.mark.parametrize("used", [(0, 2), (0, 1, 2)], ids=str)
-@ranks(2)
-def test_norms_of_several_dtypes_are_alike(used: tuple[int, ...], options: dict[str, Any]) -> None:
-    """Each rank owns gradients of other dtypes, and fp64 comes from those that there are."""
-    pair = Pair(
-        Mixed(),
-        torch.optim.SGD,
-        wrapper={"find_unused_parameters": True, **options},
-        lr=0.01,
-        tolerance={"rtol": 1e-2, "atol": 1e-3},
-    )
-    rounding = {"rtol": 1e-5, "atol": 1e-6}
-    for number in range(5):
-        for net, _ in pair.each():
-            squares(net(drawn(5, 4, step=number), used)).backward()
-        norms = [clip_grad_norm_(net.parameters(), 0.1) for net, _ in pair.each()]
-        torch.testing.assert_close(*norms, **rounding)
-        assert_same_on_all_ranks([norms[0]])
-        pair.end()
 
 
 @ranks(2)
@@ -138,13 +80,12 @@ class Overflows(nn.Module):
 
 
 @pytest.mark.parametrize("unscales", [False, True], ids=["step", "unscale"])
-@pytest.mark.parametrize("count", [1, 4])
-@ranks(2, 3)
-def test_all_ranks_skip_a_step_in_which_one_owner_overflows(count: int, unscales: bool) -> None:
-    pair = Pair(Overflows(count), torch.optim.SGD, lr=1.0)
+@ranks(2)
+def test_all_ranks_skip_a_step_in_which_one_owner_overflows(unscales: bool) -> None:
+    pair = Pair(Overflows(4), torch.optim.SGD, lr=1.0)
     scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) for _ in range(2)]
     found = []
-    for number, at in enumerate([None, 0, count - 1, None, None, None, None, 0, None]):
+    for number, at in enumerate([None, 0, 3, None, None, None, None, 0, None]):
         for (net, optimizer), scaler in zip(pair.each(), scalers, strict=True):
             scaler.scale(net(at)).backward()
             if unscales:
@@ -158,22 +99,3 @@ def test_all_ranks_skip_a_step_in_which_one_owner_overflows(count: int, unscales
         found.append(torch.tensor(scalers[0].get_scale()))
     assert_same_on_all_ranks(found)
     assert len({each.item() for each in found}) > 2
-
-
-@pytest.mark.parametrize("what", ["norm", "state"])
-@ranks(2)
-def test_collectives_come_behind_those_of_a_backward_that_failed(what: str, rank: int) -> None:
-    """The ranks would take one for the other, and gloo end the process."""
-    net = wrap(mlp(4, 8, 2), transport="process_group")
-    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
-    for number in range(3):
-        optimizer.zero_grad()
-        loss = squares(net(drawn(5, 4, step=number)))
-        with breaking_off(net.module[0].weight, number == 2 and rank == 0):
-            loss.backward()
-        if number < 2:
-            optimizer.step()
-    if what == "state":
-        optimizer.consolidate_state_dict(to=0)
-    else:
-        clip_grad_norm_(net.parameters(), 1.0)
