@@ -211,7 +211,7 @@ def test_without_a_thread_there_is_no_watch() -> None:
         logged(logging.WARNING) as kept,
     ):
         hang.watch(wrapper)
-    assert "no watch for hangs: no more threads" in kept.lines()[-1]
+    assert "hangs are not watched: no more threads" in kept.lines()[-1]
 
 
 def test_errors_of_the_number_of_seconds() -> None:
