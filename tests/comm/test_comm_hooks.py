@@ -1,7 +1,6 @@
 """Communication hooks: torch's reach the losses of stock DDP, and what a hook sees and may do."""
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -39,9 +38,9 @@ def renamed(hook: Any) -> Any:
     return call
 
 
-def post_local_sgd(model: Any, **options: Any) -> None:
+def post_local_sgd(model: Any) -> None:
     subgroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    state = post_localSGD_hook.PostLocalSGDState(None, subgroup, 3, **options)
+    state = post_localSGD_hook.PostLocalSGDState(None, subgroup, 3)
     model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
 
 
@@ -53,17 +52,8 @@ def plain(hook: Any) -> Callable[[Any], None]:
 HOOKS: dict[str, Callable[[Any], None]] = {
     "fp16": plain(default_hooks.fp16_compress_hook),
     "bf16": plain(renamed(default_hooks.bf16_compress_hook)),
-    "fp16 wrapper": plain(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
-    "bf16 wrapper": plain(
-        renamed(default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook))
-    ),
     "post-local SGD": post_local_sgd,
-    "post-local SGD, nothing after": functools.partial(
-        post_local_sgd, post_local_gradient_allreduce=False
-    ),
     "PowerSGD": power_sgd,
-    "PowerSGD, cold": functools.partial(power_sgd, warm_start=False, use_error_feedback=False),
-    "PowerSGD, batched tensors": functools.partial(power_sgd, batch_tensors_with_same_shape=True),
     "fp16 PowerSGD": lambda model: power_sgd(
         model, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
     ),
@@ -256,18 +246,12 @@ def test_copies_of_a_wrapper_keep_its_hook() -> None:
     for register in (HOOKS["fp16"], HOOKS["built-in fp16"]):
         model = OURS(net())
         register(model)
-        train(model, 2)
-        model.zero_grad()
         copied = copy.deepcopy(model)
         for each in (model, copied):
             train(each, 1)
         for a, b in zip(model.parameters(), copied.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad)
             assert torch.equal(a.grad, a.grad.half().float())
-        copied._update_process_group(dist.new_group([0, 1]))
-        train(copied, 2)
-        with pytest.raises(RuntimeError, match="only be called once"):
-            register(copied)
 
 
 @ranks(2)

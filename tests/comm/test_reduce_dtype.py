@@ -7,72 +7,11 @@ import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, in_rings, ranks, recorded_collectives
 from modules import Kinds, Squares
-from oracle import mean_over_ranks, one_per_rank, play
-from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
-from training import HEADER_BYTES, assert_close, assert_gradients_alike, counted, train_step, wrap
+from training import HEADER_BYTES, counted, train_step
 
 from tritonddp import DistributedDataParallel
 from tritonddp.coordination.counters import Counters
-
-
-class Net(nn.Module):
-    """Large, small, channels last and empty parameters, one tied, one used only by rank 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
-        self.wide = nn.Linear(4, 70_000, bias=False)  # more than is cast in one call
-        self.out = nn.Linear(4, 4)
-        self.tied = nn.Linear(4, 4)
-        self.tied.weight = self.out.weight
-        self.some = nn.Linear(4, 4)
-        self.never = nn.Linear(4, 4)
-        self.empty = nn.Parameter(torch.empty(0, 3))
-
-    def forward(self, rank: int) -> Tensor:
-        x = self.conv(torch.randn(2, 2, 4, 4)).mean((2, 3))
-        x = torch.tanh(self.wide(x)[:, :16].reshape(-1, 4) + self.wide.weight.square().mean())
-        x = self.tied(torch.tanh(self.out(x)))
-        if rank == 0:
-            x = self.some(x)
-        return x.square().mean() + self.empty.sum()
-
-
-def accumulated(net: Any, rank: int) -> None:
-    with net.no_sync():
-        net(1 - rank).backward()
-    net(rank).backward()
-
-
-def weighted(net: Any, rank: int) -> None:
-    for items in (3.0, 2.0 * rank):
-        with net.no_sync(), net.weighted(items):
-            net(rank).backward()
-    with net.weighted(1 + rank):
-        net(rank).backward()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@ranks(2, 3, views=True)
-def test_the_mean_has_the_precision_of_the_wire(dtype: torch.dtype, view: bool) -> None:
-    module = Net()
-    alone = one_per_rank(module)
-    ddp = wrap(module, view, reduce_dtype=dtype, bucket_cap_mb=0.5)
-    for number, train in enumerate((lambda net, rank: net(rank).backward(), accumulated, weighted)):
-        for net in (ddp, *alone):
-            net.zero_grad()
-        play(train, ddp, alone, number)
-        for (name, param), mean in zip(ddp.named_parameters(), mean_over_ranks(alone), strict=True):
-            assert (param.grad is None) == (mean is None), name
-            if mean is not None and mean.numel():
-                assert param.grad.dtype == param.dtype
-                # The terms of a mean may be larger than the mean.
-                within = 4 * torch.finfo(dtype).eps * float(mean.abs().max())
-                assert_close(param.grad, mean, f"{name}, {number}", rtol=0, atol=within)
-        assert_gradients_alike(ddp)
-    assert len({bucket.flat.data.data_ptr() for bucket in ddp.reducer.buckets}) > 1
-    assert {bucket.flat.data.dtype for bucket in ddp.reducer.buckets} == {dtype}
 
 
 @ranks(3, views=True)
@@ -98,13 +37,14 @@ def test_a_bucket_takes_half_the_bytes_and_one_launch_each_way(view: bool) -> No
 
 @ranks(2)
 def test_gradients_are_scaled_in_full_precision_before_the_cast() -> None:
-    ddp = DistributedDataParallel(Squares(3), reduce_dtype=torch.float16)
+    # More elements than are cast in one call.
+    ddp = DistributedDataParallel(Squares(280_000), reduce_dtype=torch.float16)
     factor = 49_984.0  # a gradient of 99,968: half of it is within fp16
     for rank in (0, 1):
         ddp.zero_grad()
         # Only one rank has one, so that the sum is within fp16 too.
         (ddp(factor) * float(rank == dist.get_rank())).backward()
-        assert ddp.module.params[0].grad.tolist() == [factor] * 3
+        assert ddp.module.params[0].grad.eq(factor).all()
     train_step(ddp, factor, loss=torch.sum)
     assert ddp.module.params[0].grad.isinf().all(), "a GradScaler has to see it"
 

@@ -184,6 +184,8 @@ def test_nothing_is_exchanged_if_no_rank_has_rows(rank: int) -> None:
         ddp(torch.tensor([rank])).sum().backward()
     assert found.collectives == 2
     assert ddp.module.weight.grad.to_dense().sum(1).tolist()[:3] == [1.5, 1.5, 0]
+    (mean,) = ddp.reduce_gradients([ddp.module.weight.grad])
+    assert_close(mean.to_dense(), ddp.module.weight.grad.to_dense())
 
 
 class Many(nn.Module):

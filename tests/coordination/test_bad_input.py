@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -112,13 +111,6 @@ def test_a_state_that_one_rank_cannot_load_is_loaded_on_no_rank(rank: int) -> No
         step(twin, 3)
         assert_same_bits(gradients(ddp), gradients(twin))
         ddp.load_comm_state_dict(state)
-
-
-@ranks(2)
-def test_a_flag_of_numpy_is_accepted() -> None:
-    ddp = DistributedDataParallel(wide(), gradient_as_bucket_view=np.bool_(True))
-    step(ddp, 0)
-    assert_gradients_alike(ddp)
 
 
 # Nothing that another rank has sent is unpickled or executed, nor spoils a message.

@@ -1,12 +1,10 @@
 """Processes that a rank forks, and threads that it starts."""
 
 import copy
-import gc
 import os
 import re
 import select
 import signal
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -121,26 +119,6 @@ def test_a_forked_process_sends_nothing_and_training_continues(rank: int, option
     step(ddp, 3)
     assert_gradients_alike(ddp)
     assert all(param.grad.isfinite().all() for param in ddp.parameters())
-
-
-@ranks(2)
-def test_a_forked_process_does_not_free_a_work_in_flight() -> None:
-    """The destructor of a work may wait for a thread of the parent, which is not in the child."""
-    ddp = DistributedDataParallel(layers(), compression="int8")
-    ddp.require_manual_backward_finalization = True
-    step(ddp, 0)
-    kept = weakref.ref(ddp._ddp_state.core.backward)
-
-    def free() -> None:
-        assert ddp._ddp_state.core.backward is None
-        gc.collect()
-        assert kept() is not None
-
-    assert in_child(free) == "ended"
-    ddp.finalize_backward()
-    gc.collect()
-    assert kept() is None
-    assert_gradients_alike(ddp)
 
 
 # Threads

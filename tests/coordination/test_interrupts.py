@@ -1,9 +1,7 @@
 """Ctrl-C during a reduction: a real signal, at points where collectives would be lost."""
 
 import contextlib
-import copy
 import itertools
-import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -16,13 +14,12 @@ import torch.distributed as dist
 from distributed import ranks
 from modules import linears
 from torch import nn
-from training import assert_mean_of, breaking_off, delayed, drawn, train_step
+from training import delayed, drawn, train_step
 
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.manager import BucketManager
 from tritonddp.comm.all_reduce import AllReduce
 from tritonddp.comm.reduction import Reduction
-from tritonddp.reducer import capture
 
 
 @contextlib.contextmanager
@@ -108,31 +105,3 @@ def test_after_an_interrupt_in_other_launches_the_group_refuses_further_use() ->
         train_step(net, outside * 1)
     with pytest.raises(RuntimeError, match=REFUSED):
         net.reduce_gradients()
-
-
-IN_STEP = logging.getLogger("tritonddp.reducer.reducer")
-CUTS: dict[str, tuple[Any, str, type[BaseException]]] = {
-    "Ctrl-C in the warning": (IN_STEP, "warning", KeyboardInterrupt),
-    "a capture": (capture, "refuse", RuntimeError),
-}
-
-
-@pytest.mark.parametrize("cut", list(CUTS))
-@ranks(2)
-def test_collectives_of_a_failed_backward_are_completed_after_a_failed_attempt(
-    rank: int, cut: str
-) -> None:
-    owner, name, error = CUTS[cut]
-    net = linears(64, 64, 64, bias=False)
-    alone, ddp = copy.deepcopy(net), DistributedDataParallel(net, bucket_cap_mb=0.01)
-    for seed in range(2):
-        train_step(ddp, drawn(3, 64, step=seed))
-    with breaking_off(net[0].weight, rank == 1):
-        train_step(ddp, drawn(3, 64, step=2))
-    if rank == 1:
-        with mock.patch.object(owner, name, side_effect=error("cut short")), pytest.raises(error):
-            ddp(drawn(3, 64, step=3))
-    for seed in (3, 4):
-        for each in (ddp, alone):
-            train_step(each, drawn(3, 64, step=seed))
-        assert_mean_of(ddp, alone)

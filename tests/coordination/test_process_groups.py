@@ -1,7 +1,6 @@
 """Process groups that are written in Python, not registered with torch, or of several backends."""
 
 import contextlib
-import copy
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import (
-    assert_gradients_alike,
     breaking_off,
     descend,
     drawn,
@@ -122,33 +120,11 @@ def alone() -> Any:
     return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
 
 
-class Discards(InPython):
-    """As torchft's group after an error: gradients stay as they are, and nothing is committed."""
-
-    fails = False
-
-    def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
-        if self.fails:
-            return self.done(completed(None), tensors)
-        return super().allreduce(tensors, options)
-
-
 class Broken(InPython):
     """Loses its connection with the first gradients."""
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
         raise RuntimeError("connection lost")
-
-
-@ranks(2)
-def test_a_group_in_python_may_leave_gradients_as_they_are_and_average_later() -> None:
-    group = Discards(dist.group.WORLD)
-    ddp = DistributedDataParallel(nn.Linear(4, 2), process_group=group)
-    for number in range(6):
-        Discards.fails = number in (2, 3)
-        train_step(ddp, drawn(6, 4, step=number))
-        if not Discards.fails:
-            assert_gradients_alike(ddp)
 
 
 def net() -> nn.Sequential:
@@ -266,22 +242,6 @@ def test_a_group_in_which_two_ranks_have_one_number_is_refused() -> None:
         with pytest.raises(RuntimeError, match=r"numbers \[0, 0\], but should report \[0, 1\]"):
             DistributedDataParallel(net(), process_group=CallsItselfZero(backend))
 
-    in_two_threads(program)
-
-
-def test_an_unregistered_group_of_torchs_own_class_without_a_default_group() -> None:
-    """As torchft's: a ``ProcessGroup`` with a backend that is not registered."""
-
-    def program(rank: int, backend: Any) -> None:
-        group = dist.ProcessGroup(store, rank, 2)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-        for options in ({}, {"compression": "int8"}, {"reduce_dtype": torch.bfloat16}):
-            ddp = DistributedDataParallel(copy.deepcopy(initial), process_group=group, **options)
-            train(ddp, rank)
-            ddp.check_sync()
-
-    initial, store = net(), dist.HashStore()
     in_two_threads(program)
 
 

@@ -172,20 +172,12 @@ def test_what_differs_by_design_is_no_error(rank: int) -> None:
 
 
 @ranks(2)
-def test_after_join_gradients_are_rank_local_until_the_next_reduction(rank: int) -> None:
+def test_it_is_refused_inside_join() -> None:
     ddp = DistributedDataParallel(Net())
     with ddp.join():
-        for _ in range(2 + rank):
-            ddp.zero_grad()
-            step(ddp)
-            if ddp.reducer.counters.reductions == 1:
-                with pytest.raises(RuntimeError, match=r"step 1: check_sync\(\) inside join"):
-                    ddp.check_sync()
-    ddp.check_sync(buffers=True)
-    assert "gradient" in error_of(lambda: ddp.check_sync(gradients=True))
-    ddp.zero_grad()
-    step(ddp)
-    ddp.check_sync(gradients=True)
+        step(ddp)
+        with pytest.raises(RuntimeError, match=r"step 1: check_sync\(\) inside join"):
+            ddp.check_sync()
 
 
 @ranks(2)
@@ -227,22 +219,13 @@ def test_it_is_refused_during_a_backward_and_recovers_a_failed_one(rank: int) ->
 
 
 @ranks(2)
-def test_it_works_in_any_mode_and_with_numbers_of_four_bits(rank: int) -> None:
+def test_it_works_with_numbers_of_four_bits(rank: int) -> None:
     net = Net()
     packed = torch.zeros(4, dtype=torch.uint8)
     net.register_buffer("packed", packed.view(torch.float4_e2m1fn_x2))
     ddp = DistributedDataParallel(net)
-    step(ddp)
-    if rank == 1:
-        net.scale[1] = 2
-        packed[2] = 7
-    torch.set_default_device("meta")
-    try:
-        with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
-            text = error_of(ddp.check_sync)
-    finally:
-        torch.set_default_device(None)  # "cpu" would be a mode, too
-    assert "2 of 6 buffers" in text
+    packed[2] = 7 * rank
+    text = error_of(ddp.check_sync)
     assert "buffer 'packed' (4,) torch.float4_e2m1fn_x2: rank 0 has norm 0" in text
 
 

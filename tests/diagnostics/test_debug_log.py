@@ -1,7 +1,6 @@
 """Records at level DEBUG: their texts, and that a step does not pay for them."""
 
 import logging
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from training import breaking_off
 
 from tritonddp import DistributedDataParallel
-from tritonddp.coordination.failures import in_short
 
 
 def net(layers: int = 4) -> Layers:
@@ -102,49 +100,3 @@ def test_a_warning_after_a_failed_backward(rank: int) -> None:
         assert kept.lines("reducer.reducer") == [
             f"rank {rank}, step 3: the previous backward failed"
         ]
-
-
-@ranks(2)
-def test_a_step_asks_once_for_the_level() -> None:
-    asked: list[str] = []
-    original = logging.Logger.isEnabledFor
-
-    def counting(self: logging.Logger, level: int) -> bool:
-        asked.append(self.name)
-        return original(self, level)
-
-    def in_a_step(layers: int) -> int:
-        ddp = DistributedDataParallel(net(layers), bucket_cap_mb=1e-4)
-        step(ddp)
-        assert len(ddp.reducer.buckets) > layers
-        asked.clear()
-        step(ddp)
-        return sum(name.startswith("tritonddp") for name in asked)
-
-    with (
-        mock.patch.object(logging.Logger, "isEnabledFor", counting),
-        logged(logging.NOTSET) as kept,
-    ):
-        assert in_a_step(2) == in_a_step(9) == 1
-        assert not kept.records
-
-
-def test_fingerprints_of_collectives_in_errors_of_torch_are_shortened() -> None:
-    options = (
-        "TensorDeviceTypes=TensorOptions(dtype=float (default), device=cpu, layout=Strided "
-        "(default), requires_grad=false (default), pinned_memory=false (default), "
-        "memory_format=(nullopt))"
-    )
-    text = (
-        "Detected mismatch between collectives on ranks. Rank 0 is running collective: "
-        "CollectiveFingerPrint(SequenceNumber=7, OpType=ALLREDUCE, TensorShape=[116], "
-        f"TensorDtypes=Float, {options}), but Rank 1 is running collective: "
-        "CollectiveFingerPrint(SequenceNumber=8, OpType=BARRIER).Collectives differ in the "
-        "following aspects: \t Op type: ALLREDUCEvs BARRIER"
-    )
-    assert in_short(text) == (
-        "Detected mismatch between collectives on ranks. Rank 0 is running collective: ALLREDUCE of"
-        " [116] Float, #7, but Rank 1 is running collective: BARRIER, #8. Collectives differ in "
-        "the following aspects: \t Op type: ALLREDUCEvs BARRIER"
-    )
-    assert in_short("CollectiveFingerPrint(") == "CollectiveFingerPrint("

@@ -1,15 +1,12 @@
 """Ranks that wait log which rank is behind, and the stack of its Python code."""
 
 import contextlib
-import dataclasses
 import gc
 import itertools
 import json
 import logging
 import os
 import re
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -31,7 +28,6 @@ from torch import nn
 
 from tritonddp import DistributedDataParallel
 from tritonddp._torch import store_of
-from tritonddp.coordination.processes import Process
 from tritonddp.diagnostics import hang
 
 THREAD, LOGGER = "tritonddp-hang", "tritonddp.diagnostics.hang"
@@ -113,28 +109,6 @@ def test_the_late_rank_is_named_and_training_continues(
     assert all(b > 2 * a - 2 for a, b in itertools.pairwise(waited)), "at doubling intervals"
     warned = {each.levelno for each in kept.records if place in each.getMessage()}
     assert warned == {logging.INFO if rank else logging.WARNING}, "once a host"
-
-
-@ranks(3)
-def test_a_rank_in_a_collective_of_another_group_is_behind(rank: int, tmp_path: Path) -> None:
-    other = dist.new_group()
-    # Rank 0 waits too, but not for a rank of this group: all make the same report.
-    waiting = "ranks 1 and 2, in step 2, at the end of its backward"
-    behind = "is behind: in step 1", "dist.recv(torch.ones(1), 1, group=other)"
-    with reports("1", tmp_path / str(rank), waiting, "rank 0 (process", *behind) as kept:
-        model = DistributedDataParallel(nn.Linear(2, 2), transport="process_group")
-        step(model, rank)
-        if rank == 0:
-            dist.recv(torch.ones(1), 1, group=other)
-        elif rank == 1:
-
-            def send_late() -> None:
-                tokenize(*(tmp_path / str(each) for each in range(3)))
-                dist.send(torch.ones(1), 0, group=other)
-
-            threading.Thread(target=send_late).start()
-        step(model, rank)
-    assert "rank 1 (process" not in kept.line
 
 
 class SlowStore:
@@ -227,35 +201,17 @@ def test_a_rank_that_does_not_answer_and_one_that_still_wraps(rank: int, tmp_pat
         assert any("test_hang.py" in line for each in found["stacks"].values() for line in each)
 
 
-def test_a_thread_runs_while_there_is_a_wrapper_of_several_ranks() -> None:
-    wrapper: Any = mock.Mock(group=SimpleNamespace(size=1, rank=0, process_group=None), core=None)
-    with mock.patch.object(hang, "_watch", None):  # that of other tests goes on
-        before = threads()
-        with seconds("1"):
-            hang.watch(wrapper)
-        with seconds("0"):
-            wrapper.group.size = 2
-            hang.watch(wrapper)
-        assert threads() <= before
-        with seconds("1"), mock.patch.object(hang._Watch, "start", side_effect=RuntimeError):
-            hang.watch(wrapper)  # no more threads
-        with seconds("1"):
-            hang.watch(wrapper)
-        (thread,) = threads() - before
-        former, wrapper.group = wrapper.group, SimpleNamespace(**vars(wrapper.group))
-        former.process_group, wrapper.group.process_group = object(), object()
-        with seconds("1"):
-            hang.watch(wrapper)  # in another group: the former one is released
-        for _ in range(600):
-            if [each.group for each in hang._watch.groups] == [wrapper.group]:
-                break
-            time.sleep(0.1)
-        else:
-            pytest.fail("the former group of the wrapper is still watched")
-        del wrapper
-        gc.collect()
-        thread.join(60)
-        assert not thread.is_alive()
+def test_without_a_thread_there_is_no_watch() -> None:
+    wrapper: Any = mock.Mock(group=SimpleNamespace(size=2, rank=0, process_group=None))
+    start = mock.patch.object(hang._Watch, "start", side_effect=RuntimeError("no more threads"))
+    with (
+        mock.patch.object(hang, "_watch", None),
+        seconds("1"),
+        start,
+        logged(logging.WARNING) as kept,
+    ):
+        hang.watch(wrapper)
+    assert "hangs are not watched: no more threads" in kept.lines()[-1]
 
 
 def test_errors_of_the_number_of_seconds() -> None:
@@ -316,21 +272,6 @@ def test_posts_are_read_twice_before_a_report_and_a_failed_store_is_asked_once()
     assert failed.set.call_count == 1
 
 
-def test_a_rank_waits_if_its_device_is_behind_its_host() -> None:
-    for sums in (torch.ones(1), None):
-        readback = SimpleNamespace(peek=lambda sums=sums: sums)
-        core: Any = SimpleNamespace(
-            parameters=SimpleNamespace(number=3),
-            counters=SimpleNamespace(reductions=5),
-            backward=None,
-            agreement=SimpleNamespace(pending=[SimpleNamespace(readback=readback)]),
-        )
-        wrapper: Any = SimpleNamespace(core=core, running=(), group=None)
-        place = hang.place_of(wrapper)
-        assert place is not None
-        assert (place.waits, place.number, place.step) == (sums is None, 3, 5)
-
-
 @ranks(2)
 def test_a_rank_inside_another_backward_says_so(rank: int, tmp_path: Path) -> None:
     other = dist.new_group()
@@ -344,34 +285,6 @@ def test_a_rank_inside_another_backward_says_so(rank: int, tmp_path: Path) -> No
             with inner.no_sync():
                 inner(torch.ones(1, 2)).sum().backward()
         model(torch.ones(1, 2)).sum().backward()
-
-
-def ended_process() -> Process:
-    """A process of this host that has ended."""
-    with subprocess.Popen(["sleep", "60"]) as child:
-        started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        child.kill()
-    return dataclasses.replace(Process.own(), pid=child.pid, started=started)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
-def test_collectives_fail_once_a_rank_of_this_host_has_ended_at_two_looks() -> None:
-    """A process that it has forked may hold its sockets, so that no connection closes."""
-    store, closed, group = dist.HashStore(), mock.Mock(), fake_group()
-    store.set("tritonddp/process/0", Process.own().post())
-    store.set("tritonddp/process/1", ended_process().post())
-    watch = hang._GroupWatch(group, 1000.0)
-    with (
-        mock.patch.object(hang, "own_connection", return_value=store),
-        mock.patch.object(hang, "close_connections", closed),
-        mock.patch.object(hang, "place_of", return_value=hang.Place(0, 7, 2, 1, "")),
-        mock.patch.object(watch, "in_use", return_value=[None]),
-    ):
-        watch.look()
-        watch.look()
-        assert not closed.called, "its last messages may be in flight"
-        watch.look()
-    closed.assert_called_once_with(group.process_group)
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -10,12 +10,9 @@ import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather, ranks, recorded_collectives
 from modules import mlp
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import HEADER_BYTES, WAYS, breaking_off, drawn, squares, wrap
 
-import tritonddp
 from tritonddp import DistributedDataParallel
 
 NAMES = ("loss", "tokens")
@@ -116,7 +113,7 @@ def test_a_rank_without_inputs_gets_the_scalars_of_the_others(rank: int) -> None
 
 
 @ranks(1, 2)
-def test_every_reduction_sends_them() -> None:
+def test_requests_and_communication_hooks_send_them() -> None:
     ddp = wrap(mlp(4, 8, 2), scalars=NAMES)
     with ddp.no_sync():
         own = step(ddp)
@@ -129,18 +126,6 @@ def test_every_reduction_sends_them() -> None:
     assert_reduced(ddp, (float(loss), 3), "given")
     ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     assert_reduced(ddp, step(ddp, 1), "hook")
-    ddp.module.register_parameter("late", nn.Parameter(torch.ones(3)))
-    assert_reduced(ddp, step(ddp, 2), "new parameters")
-    net: Any = tritonddp.replicate(mlp(4, 8, 2), scalars=NAMES)
-    assert_reduced(net, step(net), "in place")
-    ddp = wrap(mlp(4, 8, 2), scalars=list(NAMES))
-    optimizer = tritonddp.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
-    for number in range(3):
-        assert_reduced(ddp, step(ddp, number), "sharded optimizer")
-        optimizer.step()
-    compiled = torch.compile(wrap(mlp(4, 8, 2), scalars=NAMES), backend="aot_eager")
-    for number in range(3):
-        assert_reduced(compiled, step(compiled, number), "compiled")
 
 
 @ranks(2)
@@ -155,16 +140,15 @@ def test_without_a_call_the_sum_is_zero_and_the_mean_nan() -> None:
         assert (found.sum.item(), found.mean.isnan().item()) == ((2, False) if adds else (0, True))
 
 
-@pytest.mark.parametrize("failing", [{1}, {0, 1}])
 @ranks(2)
-def test_a_failed_backward_drops_the_scalars_of_its_rank(failing: set[int]) -> None:
-    ddp, fails = wrap(mlp(4, 8, 2), scalars=NAMES), dist.get_rank() in failing
+def test_a_failed_backward_drops_the_scalars_of_its_rank(rank: int) -> None:
+    ddp = wrap(mlp(4, 8, 2), scalars=NAMES)
     step(ddp)
     out = ddp(drawn(5, 4))
     ddp.add_scalars(loss=5, tokens=7)
-    with breaking_off(out, fails):
+    with breaking_off(out, rank == 1):
         out.sum().backward()
-    if not fails:
+    if rank == 0:
         found = ddp.reduced_scalars()["tokens"]
         assert (found.sum.item(), found.mean.item()) == (7, 7)
     assert_reduced(ddp, step(ddp))
@@ -181,18 +165,6 @@ def test_a_rank_without_scalars_is_named(rank: int) -> None:
     ):
         step(ddp, adds=rank != 1)
     assert_reduced(ddp, step(ddp))
-
-
-def test_over_the_fake_backend_they_are_those_of_this_rank() -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
-    try:
-        ddp = wrap(nn.Linear(4, 2), scalars=NAMES)
-        for number in range(3):
-            loss, tokens = step(ddp, number)
-            found = ddp.reduced_scalars()
-            assert (found["loss"].mean.item(), found["tokens"].sum.item()) == (loss, tokens)
-    finally:
-        dist.destroy_process_group()
 
 
 @ranks(2)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from tritonddp import DistributedDataParallel
@@ -16,28 +15,13 @@ if TYPE_CHECKING:
 
 # The module that it wraps
 
-
-def longer_buffer(program: Program) -> nn.Module:
-    net = program.make()
-    net.seen = torch.zeros(5, dtype=net.seen.dtype)
-    return net
-
-
 MODULES: dict[str, Callable[[Program], nn.Module]] = {
-    "wider module": lambda program: program.make(width=8),
-    "longer buffer": longer_buffer,
+    "wider module": lambda program: program.make(width=8)
 }
 
 # The options of its wrapper
 
 OPTIONS: dict[str, dict[str, Any]] = {"other bucket sizes": {"bucket_cap_mb": 1}}
-
-# After wrapping
-
-
-WRAPPED: dict[str, Callable[[Program, DistributedDataParallel], None]] = {
-    "hook on one rank": lambda program, ddp: ddp.register_comm_hook(None, program.hook)
-}
 
 # Instead of forward and backward of one step
 
@@ -72,12 +56,6 @@ def a_request(program: Program, ddp: DistributedDataParallel, step: int) -> None
     ddp.reduce_gradients()
 
 
-def a_request_of_some(program: Program, ddp: DistributedDataParallel, step: int) -> None:
-    a_local_backward(program, ddp, step)
-    some = list(ddp.parameters())[:2]
-    ddp.reduce_gradients([param.grad for param in some], some)
-
-
 def another_parameter(program: Program, ddp: DistributedDataParallel, step: int) -> None:
     """Only ``check_sync()`` finds it."""
     program.loss(ddp, program.rank, step).backward()
@@ -98,8 +76,6 @@ STEPS: dict[str, Callable[[Program, DistributedDataParallel, int], None]] = {
     "one more backward": one_more_backward,
     "no_sync on one rank": no_sync_and_away,
     "reduce_gradients on one rank": a_request,
-    "reduce_gradients of some parameters": a_request_of_some,
-    "check_sync on one rank": lambda program, ddp, step: ddp.check_sync(),
     "another parameter": another_parameter,
     "other wrapper first": the_other_wrapper,
     "shorter wrapper first": the_other_wrapper,

@@ -74,15 +74,11 @@ POINTS = {
     "flatten": Point("plain", f"{RUN}.pack", "kill 2/3", call=2),
     "launch": Point("plain", f"{TRANSPORT}.launch", "kill 0/4, stop 0/2", call=1),
     "end of backward": Point("plain", f"{TRANSPORT}.wait", "kill 1/3 views, stop 1/4"),
-    "between two results": Point("plain", f"{TRANSPORT}.wait", "kill 0/2", call=2),
     "order of gradients": Point(
         "plain",
         "tritonddp.buckets.manager:BucketManager.agree_on_order",
         "kill 1/3, stop 0/2",
         step=0,
-    ),
-    "after the order of gradients": Point(
-        "plain", "tritonddp.buckets.manager:BucketManager.rebuild_buckets", "kill 1/2", step=0
     ),
     "optimizer step": Point("plain", "optimizer", "kill 0/3, stop 1/2, loop 2/3, leave 0/2"),
     "no_sync": Point("no_sync", "microbatch", "kill 2/3, stop 0/2"),
@@ -90,13 +86,11 @@ POINTS = {
         "weighted", "gradient of a layer in the middle", "kill 1/2, stop 0/3, raise 0/2, nan 1/2"
     ),
     "reduce_gradients": Point("request", "request", "kill 0/3, stop 1/3, behind 0/2"),
-    "inside reduce_gradients": Point("request", f"{TRANSPORT}.launch", "kill 1/2", call=1),
     "communication hook": Point("hook", "hook", "kill 1/3, stop 1/2, loop 0/3, raise 0/3", call=1),
     "flags behind the hooks": Point("hook", "tritonddp.comm.comm_hook:CommHook._send", "kill 0/2"),
     "broadcast of added parameters": Point(
         "added", "tritonddp.comm.broadcast:StateBroadcast.send", "kill 0/3, stop 0/3"
     ),
-    "bucket of added parameters": Point("added", f"{RUN}.ask", "kill 1/2"),
     "exchange of compressed gradients": Point(
         "plain", "tritonddp.coordination.collectives:send", "kill 1/3 int8", call=2
     ),
@@ -104,20 +98,12 @@ POINTS = {
     "rows of sparse gradients": Point(
         "sparse", "tritonddp.comm.reduction:exchange_rows", "kill 2/3, stop 1/2"
     ),
-    "finalize_backward": Point("finalize", "finalize", "kill 1/2"),
-    "inside finalize_backward": Point("finalize", f"{TRANSPORT}.wait", "kill 0/3", call=1),
     "meeting of a host's ranks": Point("plain", f"{HOST}.connect:_meet", "kill 1/3", step=0),
-    "memory of buckets": Point(
-        "plain", f"{HOST}.memory:Memory.create", "kill 0/2, stop 1/3", step=0
-    ),
     "handing memory over": Point(
         "plain",
         "tritonddp.comm.host.peer_memory:PeerMemory._hand_over",
         "kill 1/4, stop 1/2, loop 0/3",
         step=0,
-    ),
-    "message through memory": Point(
-        "plain", f"{MEMORY}.launch", "kill 2/3 views, stop 0/2 views, leave 1/2", call=2
     ),
     "wait for a message": Point(
         "plain", f"{HOST}.peers:WaitPoint.wait_for", "kill 1/2, stop 3/4, leave 1/3", call=2
@@ -129,25 +115,17 @@ POINTS = {
         "kill 1/2, stop 0/3",
         call=1,
     ),
-    "share of a sum": Point("shares", f"{MEMORY}.sum_share", "kill 2/4, stop 0/3", call=1),
     "word of a share": Point("shares", f"{MEMORY}._say_summed", "kill 1/3, loop 1/4", call=1),
     "gradients between hosts": Point(
         "hosts",
         "gradient of a layer in the middle",
         "raise 1/4 int8, interrupt 4/6 int8, nan 2/4 int8, nan 3/6, raise 0/4",
     ),
-    "sum of a host": Point("hosts", f"{MEMORY}.sum_share", "kill 1/4 int8, stop 2/4 int8", call=1),
     "line between hosts": Point(
         "hosts", f"{PARTS}.__init__", "kill 3/4, stop 1/4, kill 2/4 int8", call=1
     ),
     "sum over hosts": Point(
         "hosts", f"{PARTS}.wait", "kill 0/4, stop 2/4, stop 3/4 int8, kill 4/6 int8", call=1
-    ),
-    "second round between hosts": Point(
-        "hosts",
-        f"{PARTS}.go_on",
-        "kill 3/6 int8, stop 0/6 int8, loop 5/6, kill 2/6",
-        call=1,
     ),
     "result over hosts": Point(
         "hosts", f"{MEMORY}._say_summed", "kill 1/4 int8, loop 2/4 int8, stop 3/6 int8", call=1
@@ -164,7 +142,6 @@ POINTS = {
     "gradients to owners": Point(
         "sharded", f"{OWNERS}.launch", "kill 1/3, kill 0/2 group, stop 1/2", call=1
     ),
-    "sum at an owner": Point("sharded", f"{OWNERS}.wait", "kill 0/3", call=1),
     "before a sharded step": Point(
         "sharded", "optimizer", "kill 0/3, kill 1/2 group, stop 1/3, leave 2/3, raise 1/2"
     ),
@@ -174,39 +151,30 @@ POINTS = {
         f"{VALUES}.exchange",
         "kill 2/3, kill 0/3 group, stop 0/2 group, raise 1/2, interrupt 0/3, interrupt 1/2 group",
     ),
-    "loan of memory for values": Point("sharded", f"{SHARED}._lend", "kill 1/2", step=0),
-    "values in memory": Point("sharded", f"{SHARED}._show", "kill 0/3, stop 0/2", step=3),
-    "wait for values": Point("sharded", f"{SHARED}._take", "kill 2/3", step=3),
     "arrival of values": Point("sharded", f"{VALUES}._wait", "kill 1/3 group, loop 1/2 group"),
     "norms of owners": Point(
         "clipped", f"{OPTIMIZER}:ZeroRedundancyOptimizer.norms", "kill 1/2, stop 0/3"
     ),
-    "before consolidate_state_dict": Point("consolidated", "consolidate", "kill 2/3, stop 1/2"),
     "gather of the state": Point(
         "consolidated", "tritonddp.coordination.collectives:broadcast", "kill 1/3, leave 1/2"
     ),
-    "check_sync": Point("check", "check", "kill 1/3, stop 1/2"),
     "checksums": Point("check", "tritonddp.diagnostics.check_sync:checksums", "kill 0/2"),
     "forward inside join": Point(
         "join", "tritonddp.features.join:JoinProtocol.announce", "kill 1/3, stop 0/2"
     ),
-    "announcement inside join": Point("join", "tritonddp.features.join:JoinProtocol._agree", ""),
     "backward inside join": Point(
         "join", "gradient of a layer in the middle", "kill 0/3, raise 0/3, nan 0/2"
     ),
     "follower": Point(
         "join", "tritonddp.features.join:JoinProtocol.receive", "kill 2/3, stop 1/3", step=None
     ),
-    "follower's backward": Point(
-        "join", "tritonddp.reducer.reducer:Reducer.shadow_backward", "kill 1/2", step=None
-    ),
     "end of join": Point(
         "join", "tritonddp.features.join:JoinProtocol.take_over", "kill 0/3", step=None
     ),
 }
 
-# Points of differences for which the loop is enough.
-_NOWHERE = {"longer buffer": Point("buffers", ""), "another parameter": Point("check", "")}
+# A point of a difference for which the loop is enough.
+_NOWHERE = {"another parameter": Point("check", "")}
 
 
 def point_of(at: str) -> Point:

@@ -191,8 +191,6 @@ class Program:
             if "shorter" in self.fault.at:
                 del other.layers[:2]
             self.other = DistributedDataParallel(other, **options)
-        if self.differs and self.fault.at in differences.WRAPPED:
-            differences.WRAPPED[self.fault.at](self, ddp)
         net = ddp.module
         net.within = lambda: self.line("module forward")
         for name, number in (
@@ -204,8 +202,6 @@ class Program:
             weight.register_hook(partial(self.gradient, name))
         if self.point.loop == "hook":
             ddp.register_comm_hook(None, self.hook)
-        if self.point.loop == "finalize":
-            ddp.require_manual_backward_finalization = True
         return ddp
 
     def make_optimizer(self, ddp: DistributedDataParallel) -> torch.optim.Optimizer:
@@ -291,7 +287,6 @@ class Program:
         self.optimizer.step()
         if self.point.loop == "consolidated":
             assert isinstance(self.optimizer, ZeroRedundancyOptimizer)
-            self.line("consolidate")
             self.optimizer.consolidate_state_dict()
 
     def backward(self, ddp: DistributedDataParallel, step: int) -> None:
@@ -315,13 +310,8 @@ class Program:
                     self.loss(ddp, self.rank, step).backward()
                 self.line("request")
                 ddp.reduce_gradients()
-            case "finalize":
-                self.loss(ddp, self.rank, step).backward()
-                self.line("finalize")
-                ddp.finalize_backward()
             case "check":
                 self.loss(ddp, self.rank, step).backward()
-                self.line("check")
                 ddp.check_sync()
             case _:
                 self.line("forward")

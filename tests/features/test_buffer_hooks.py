@@ -42,19 +42,6 @@ def slow(note: Callable[[], None]) -> torch.futures.Future:
     return future
 
 
-@pytest.mark.parametrize("no_sync", [False, True])
-@ranks(2)
-def test_the_backward_waits_for_futures(no_sync: bool) -> None:
-    ddp = DistributedDataParallel(Counting())
-    ddp.require_backward_grad_sync = not no_sync
-    completed: list[str] = []
-    ddp._register_buffer_comm_hook(None, lambda *_: [slow(lambda: completed.append("buffers"))])
-    loss = ddp(torch.randn(5, 3)).sum()
-    assert completed == []
-    loss.backward()
-    assert completed == ["buffers"]
-
-
 @ranks(2)
 def test_the_next_forward_waits_for_futures() -> None:
     """It may run before any backward, for example in validation."""

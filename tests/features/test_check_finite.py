@@ -12,7 +12,7 @@ from distributed import recorded_collectives as recorded
 from modules import Kinds, linears
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from training import assert_gradients_alike, breaking_off, counted, warned, ways, wrap
+from training import assert_gradients_alike, counted, warned, ways, wrap
 
 from tritonddp import DistributedDataParallel
 
@@ -103,51 +103,11 @@ ROWS = torch.tensor([1, 7])
 
 
 @ranks(2)
-def test_sparse_complex_and_fp64_gradients(rank: int) -> None:
-    names = {"table": "table.weight", "real": "complex_", "imag": "complex_", "double_": "double_"}
-    for options in ({}, {"reduce_dtype": torch.float16}, {"compression": "int8"}):
-        ddp = DistributedDataParallel(Kinds(), check_finite="raise", **options)
-        for step, (factor, name) in enumerate(names.items()):
-            ddp.zero_grad()
-            loss = ddp(ROWS, **({factor: math.nan} if rank == step % 2 else {}))
-            assert found(outcome(loss)) == {name: f"rank {step % 2}"}
-            ddp.zero_grad()
-            assert outcome(ddp(ROWS)) == "nothing"
-        # A complex number is finite if its parts are: the absolute value of this one overflows.
-        assert outcome(ddp(ROWS, real=3e38 * rank, imag=3e38 * rank)) == "nothing"
-
-
-@ranks(2)
 def test_the_error_explains_an_overflow_in_reduce_dtype(rank: int) -> None:
     ddp = DistributedDataParallel(Kinds(), check_finite="raise", reduce_dtype=torch.float16)
     text = outcome(ddp(ROWS, single=140_000.0 if rank else 120_000.0))
     assert found(text) == {"single": "rank 1"}
     assert "(Values above 65504 are Inf in fp16.)" in text
-
-
-@ranks(2)
-def test_reduce_gradients_and_added_parameters_are_checked(rank: int) -> None:
-    module, ddp = net()
-    is_bad = rank == 1
-    gradients = [torch.ones_like(param) for param in module.parameters()]
-    if is_bad:
-        gradients[2][0] = math.nan
-    with pytest.raises(FloatingPointError, match=r"reduce_gradients\(\): .*'1.weight'.* on rank 1"):
-        ddp.reduce_gradients(gradients)
-    with ddp.no_sync():
-        ddp(torch.ones(4, 40)).sum().backward()
-    if is_bad:
-        module[0].bias.grad.fill_(math.inf)
-    with pytest.raises(FloatingPointError, match=r"reduce_gradients\(\): .*'0.bias'.* on rank 1"):
-        ddp.reduce_gradients()
-    ddp.zero_grad()
-    module.append(nn.Linear(3, 3))
-    loss = ddp(torch.ones(4, 40)).sum()
-    assert found(outcome(spoiled(loss, {module[3].bias: math.nan} if is_bad else {}))) == {
-        "3.bias": "rank 1"
-    }
-    ddp.zero_grad()
-    assert outcome(ddp(torch.ones(4, 40)).sum()) == "nothing"
 
 
 @ranks(2)
@@ -175,44 +135,22 @@ def test_the_error_names_some_places_and_counts_the_others() -> None:
 
 
 @ranks(2)
-def test_nan_of_a_failed_backward_is_attributed_to_its_rank(rank: int) -> None:
-    module, ddp = net()
-    for step in range(4):
-        ddp.zero_grad()
-        loss = ddp(torch.randn(4, 40)).square().mean()
-        if step == 2 and rank == 1:
-            with breaking_off(module[0].weight):
-                loss.backward()
-            continue
-        text = outcome(loss)
-        if step == 2:  # buckets that were sent before are complete
-            assert found(text) == {"0.bias": "rank 1"}
-            assert module[2].weight.grad.isfinite().all()
-        else:
-            assert text == "nothing"
-
-
-@ranks(2)
 def test_nan_of_a_failed_communication_hook_is_attributed_to_its_rank(rank: int) -> None:
     _, ddp = net()
-    fails = ""
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        if fails == "before the collective" and bucket.buffer().any():
-            raise ZeroDivisionError
         future = allreduce_hook(None, bucket)
-        if fails and bucket.buffer().any():
+        if fails and rank == 1 and bucket.buffer().any():
             raise ZeroDivisionError
         return future
 
     ddp.register_comm_hook(None, hook)
-    for moment in ("", "before the collective", "after the collective", ""):
+    for fails in (False, True, False):
         ddp.zero_grad()
         loss = ddp(torch.randn(4, 40)).sum()
-        fails = moment if rank == 1 else ""
-        if fails:
+        if fails and rank == 1:
             with pytest.raises(RuntimeError, match="hook failed: ZeroDivisionError"):
                 loss.backward()
             continue
         names = [bucket.names[0] for bucket in ddp.reducer.buckets]
-        assert found(outcome(loss)) == (dict.fromkeys(names, "rank 1") if moment else {})
+        assert found(outcome(loss)) == (dict.fromkeys(names, "rank 1") if fails else {})

@@ -11,12 +11,9 @@ from distributed import assert_same_on_all_ranks, gather, ranks
 from recording.programs import Program, play
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.optim import _apply_optimizer_in_backward
 from training import WAYS, assert_close, drawn, gradients, wrap
-from uneven import Net as Uneven
-from uneven import loss_of, train
 
-from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer
+from tritonddp import DistributedDataParallel
 
 # Relative errors of rounded sums.
 ROUNDED = {"bf16": 2e-2, "bf16 views": 2e-2, "fp16": 2e-3, "int8": 2e-2, "mixed": 2e-2}
@@ -126,19 +123,6 @@ def test_a_local_backward_that_adds_to_reduced_gradients_is_refused(how: str) ->
         reduce()
 
 
-@ranks(2)
-def test_a_reduced_backward_that_begins_as_a_local_one_is_refused_too() -> None:
-    """It begins with the output of a forward under ``no_sync``, and adds to a mean."""
-    ddp = wrap(nn.Linear(4, 1, bias=False), gradient_divide_factor=1)
-    x = torch.ones(1, 4)
-    late, first = ddp(x), ddp(x)
-    first.sum().backward()
-    with ddp.no_sync():
-        local = ddp(x)
-    with pytest.raises(RuntimeError, match="added them to gradients that are already reduced"):
-        (local.sum() + late.sum()).backward()
-
-
 @pytest.mark.parametrize("create_graph", [False, True], ids=["plain", "create_graph"])
 @ranks(2)
 def test_a_gradient_before_the_first_output_is_rank_local(create_graph: bool) -> None:
@@ -155,52 +139,14 @@ def test_a_gradient_before_the_first_output_is_rank_local(create_graph: bool) ->
         (ddp(torch.ones(1, 4)).sum() * net.temperature).backward(create_graph=create_graph)
 
 
-@pytest.mark.parametrize("over_all", [False, True])
-@ranks(3)
-def test_inside_join_the_number_of_ranks_does_not_count(rank: int, over_all: bool) -> None:
-    """The gradients of ranks that have left are zero."""
-    counts, factor = (1, 3, 2), 2.5
-    ddp = wrap(Uneven().double(), gradient_divide_factor=factor, forward_sync_buffers=False)
-    context = ddp.join(divide_by_initial_world_size=over_all)
-    found = train(ddp, counts[rank], context)
-    models = [Uneven().double() for _ in counts]
-    for step in range(max(counts)):
-        present = [each for each, count in enumerate(counts) if step < count]
-        for each in present:
-            loss_of(models[each], each, step).backward()
-        for params in zip(*(model.parameters() for model in models), strict=True):
-            grads = [param.grad for param in params if param.grad is not None]
-            for param in params:
-                param.grad = sum(grads[1:], grads[0]) / factor if grads else None
-        if step < counts[rank]:
-            assert_close(found[step], gradients(models[rank]), f"step {step}")
-        for model in models:
-            with torch.no_grad():
-                for param in model.parameters():
-                    param -= 0 if param.grad is None else 0.05 * param.grad
-            model.zero_grad()
-
-
-@pytest.mark.parametrize("transport", ["auto", "process_group"])
 @ranks(2)
-def test_sharded_optimizers_and_optimizers_in_the_backward_use_it(transport: str) -> None:
-    """Both step as a plain optimizer does."""
-    module, options = Net(is_plain=True), {"transport": transport, "gradient_divide_factor": 1}
-    sharded, stepped = (wrap(copy.deepcopy(module), **options) for _ in range(2))
-    optimizer = ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.SGD, lr=0.1)
-    _apply_optimizer_in_backward(torch.optim.SGD, stepped.parameters(), {"lr": 0.1})
-    for number in range(4):
-        x = drawn(4, 20, step=number)
-        for net in (sharded, stepped, module):
-            net(x).backward()
-        for param, total in zip(module.parameters(), sums(module, 1), strict=True):
-            param.grad = total
-        optimizer.step()
-        torch.optim.SGD(module.parameters(), lr=0.1).step()
-        module.zero_grad()
-        optimizer.zero_grad()
-        for net in (sharded, stepped):
-            assert_close(list(net.module.parameters()), list(module.parameters()), f"{number}")
+def test_the_factor_applies_inside_join(rank: int) -> None:
+    ddp = wrap(nn.Linear(4, 1, bias=False), gradient_divide_factor=2.5)
+    with ddp.join():
+        for step in range(1 + rank):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 4)).sum().backward()
+            assert_close(gradients(ddp), [torch.full((1, 4), (2 - step) / 2.5)])
 
 
 @ranks(2, interprets=True)

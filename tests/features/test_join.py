@@ -1,12 +1,10 @@
 """Ranks have different numbers of inputs: join()."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from distributed import (
-    assert_same_bits,
     assert_same_on_all_ranks,
     gather,
     in_rings,
@@ -18,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as Stock
-from training import assert_gradients_alike, gradients, train_step, wrap
-from uneven import STOCK, Alone, Net, assert_close, draw, loss_of, net, step_of, train
+from training import assert_gradients_alike, gradients, wrap
+from uneven import STOCK, Alone, assert_close, loss_of, net, step_of, train
 
 from tritonddp import DistributedDataParallel
 
@@ -46,24 +44,6 @@ def test_mean_over_samples_counts_the_ranks_that_have_any(rank: int) -> None:
                 weighted = mean_over_ranks([models[r] for r in present])
                 means = [None if m is None else m * len(present) / total for m in weighted]
                 assert_close(gradients(ddp), means, f"rank {rank}, step {step}")
-
-
-@ranks(2, views=True)
-def test_gradients_of_a_rank_without_inputs_are_neither_sent_nor_changed(
-    rank: int, view: bool
-) -> None:
-    ddp = wrap(net(), view)
-    uses = [0, 2]
-    with ddp.join():
-        for step in range(2 if rank else 1):
-            train_step(ddp, draw(rank, step)[0], uses, loss=torch.sum)
-            if rank == 0:
-                ddp.module.last.bias.grad.fill_(torch.nan)
-            own = gradients(ddp)
-    assert_same_bits(gradients(ddp), own)
-    assert rank == 0 or not any(grad.isnan().any() for grad in own if grad is not None)
-    train_step(ddp, draw(rank, 2)[0], uses, loss=torch.sum)
-    assert_gradients_alike(ddp)
 
 
 @pytest.mark.parametrize("over_present", [False, True], ids=["over_all", "over_present"])
@@ -160,30 +140,6 @@ def test_a_rank_without_inputs_follows_frozen_and_unfrozen_parameters(
     for step in range(2):
         step_of(ddp, step)
         assert_gradients_alike(ddp)
-
-
-class Scaled(Net):
-    def forward(self, *args: Any) -> Tensor:
-        return super().forward(*args) * getattr(self.last, "scale", 1.0)
-
-
-@ranks(2, views=True)
-def test_a_rank_that_leaves_after_a_change_follows_it(rank: int, view: bool) -> None:
-    """It adds and freezes parameters as the other rank does, and leaves before a step with them."""
-    ddp = wrap(Scaled().double(), view)
-    with ddp.join():
-        for step in range(12 if rank else 2):
-            if step == 1:
-                scale = nn.Parameter(torch.full((2,), 1.0 + rank).double())
-                ddp.module.last.register_parameter("scale", scale)
-                ddp.module.norm.bias.requires_grad_(False)
-                if rank == 0:
-                    break
-            step_of(ddp, step)
-    assert ddp.module.last.scale.tolist() == [2.0, 2.0], "the values of the rank that trains"
-    assert len(gather(ddp._ddp_state.core.bucket_set.names)[0]) == 12
-    step_of(ddp, 0)
-    assert_gradients_alike(ddp)
 
 
 @ranks(3)

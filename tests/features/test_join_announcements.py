@@ -8,7 +8,7 @@ import torch
 from distributed import assert_same_bits, ranks
 from torch import nn
 from training import assert_gradients_alike, gradients, wrap
-from uneven import draw, loss_of, net, step_of
+from uneven import loss_of, net, step_of
 
 from tritonddp import DistributedDataParallel
 
@@ -29,24 +29,6 @@ def test_forwards_without_a_backward_are_completed(rank: int, view: bool) -> Non
         loss_of(ddp, rank, step)
     assert_same_bits(gradients(ddp), kept)
     assert ddp.reducer.counters.reductions == 11, ddp.reducer.counters
-
-
-@ranks(2)
-def test_a_forward_inside_a_backward_does_not_complete_that_backward(rank: int) -> None:
-    ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4)
-    inputs = draw(rank, 0)[0]
-
-    def predict(_: torch.Tensor) -> None:
-        with torch.no_grad():
-            ddp(inputs, [])
-
-    with ddp.join():
-        for _ in range(3):
-            outputs = ddp(inputs, [])
-            outputs.register_hook(predict)
-            outputs.sum().backward()
-    assert_gradients_alike(ddp)
-    assert ddp.reducer.counters.reductions == 3
 
 
 @ranks(2)

@@ -82,49 +82,23 @@ def test_accumulated_backwards_belong_to_the_step_that_reduces_them() -> None:
         assert found[f"{part}_ms"] == pytest.approx(4 * 40, rel=1e-3)
 
 
-@pytest.mark.parametrize("failing", [(0, 1), (1,)], ids=["all ranks", "one rank"])
-@pytest.mark.parametrize("step", [3, EVERY])
 @ranks(2)
-def test_a_failed_backward_does_not_count_as_a_step(
-    rank: int, step: int, failing: tuple[int, ...]
-) -> None:
-    """Also in a step in which the other rank gathers times: the next collectives match."""
+def test_a_failed_backward_does_not_count_as_a_step(rank: int) -> None:
+    """In a step in which the other rank gathers times: the next collectives match."""
     ddp = DistributedDataParallel(net(), metrics=True)
     with time_of_test() as time:
-        train(ddp, step - 1, lambda _: time.sleep(0.1))
+        train(ddp, EVERY - 1, lambda _: time.sleep(0.1))
         outputs = ddp(torch.randn(8, 30).to(ddp.device))
-        with breaking_off(ddp.module[2].weight, rank in failing):
+        with breaking_off(ddp.module[2].weight, rank == 1):
             outputs.sum().backward()
         ddp.zero_grad()
-        time.sleep(5 * (rank in failing))
-        train(ddp, EVERY + 1 - step, lambda _: time.sleep(0.1))
+        time.sleep(5 * rank)
+        train(ddp, 1, lambda _: time.sleep(0.1))
         found = train(ddp, EVERY, lambda _: time.sleep(0.1))[-1]
         ddp.check_sync(gradients=False)
     assert found["step"] == 2 * EVERY + 1
     assert found["input_ms_max"] == pytest.approx(100, rel=1e-3)
     assert gather(found) == [found] * 2
-
-
-@ranks(2)
-def test_a_rank_without_inputs_has_no_times(rank: int) -> None:
-    ddp = DistributedDataParallel(net(), metrics=True)
-    with time_of_test() as time, ddp.join():
-        train(ddp, EVERY if rank else 3 * EVERY, lambda _: time.sleep(0.1))
-    found = train(ddp, 1)[-1]
-    assert found["slowest_rank"] == 0
-    assert found["own_ms_min"] == found["own_ms_max"] == pytest.approx(300, rel=1e-3)
-    assert gather(found) == [found] * 2
-
-
-@ranks(2)
-def test_ranks_may_use_two_wrappers_in_different_orders(rank: int) -> None:
-    """Each has a process group: a rank ends both backwards before it waits for times."""
-    groups = [dist.new_group() for _ in range(2)]
-    both = [DistributedDataParallel(net(), process_group=group, metrics=True) for group in groups]
-    for _ in range(EVERY + 1):
-        losses = [ddp(torch.randn(8, 30)).square().mean() for ddp in both]
-        sum(reversed(losses) if rank else losses).backward()
-    assert all(ddp.metrics()["slowest_rank"] is not None for ddp in both)
 
 
 @ranks(1)

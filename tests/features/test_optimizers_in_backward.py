@@ -14,11 +14,9 @@ from distributed import gather, ranks
 from hooked import FIVE_BUCKETS, OURS, STOCK, divide_later, net, train
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
-    ddp_zero_hook,
-    default_hooks,
     optimizer_overlap_hooks,
 )
-from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
+from torch.distributed.optim import _apply_optimizer_in_backward
 from training import assert_close, gradients, means, raises_if
 
 
@@ -103,38 +101,6 @@ def test_hooks_of_torch_that_step_optimizers_reach_the_loss_of_ordinary_ones() -
 
     with pytest.raises(ValueError, match=r"Unknown.* Step it after the backward\."):
         OURS(net())._register_fused_optim(Unknown, 0.3)
-
-
-@pytest.mark.parametrize(
-    "make", [ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved]
-)
-@pytest.mark.parametrize("shard_buckets", [False, True])
-@ranks(2)
-def test_the_zero_hooks_of_torch_step_in_the_backward(make: Any, shard_buckets: bool) -> None:
-    """torch refuses gloo for them, since under stock they hang there at times.
-
-    In the first steps ZeRO learns the buckets, and parameters do not change.
-    """
-    options: dict[str, Any] = {"lr": 0.3, "momentum": 0.9}
-    module = net()
-    model = OURS(module, gradient_as_bucket_view=True, **FIVE_BUCKETS)
-    zero = ZeroRedundancyOptimizer(
-        module.parameters(), torch.optim.SGD, overlap_with_ddp=True, **options
-    )
-    with mock.patch.object(ddp_zero_hook.dist, "get_backend", return_value="nccl"):
-        hook = make(default_hooks.allreduce_hook, model, zero, shard_buckets)
-    model.register_comm_hook(None, hook)
-    before = [param.clone() for param in module.parameters()]
-    for _ in range(5):
-        train(model, 1, zero)
-        if not all(map(torch.equal, before, module.parameters())):
-            break
-    reference = OURS(net(), **FIVE_BUCKETS)
-    ordinary = torch.optim.SGD(reference.parameters(), **options)
-    train(reference, 1, ordinary)
-    for _ in range(4):
-        assert train(model, 1, zero) == pytest.approx(train(reference, 1, ordinary))
-    torch.testing.assert_close([*model.parameters()], [*reference.parameters()])
 
 
 FROZEN_AT = 2

@@ -21,7 +21,7 @@ from distributed import (
 from logged import logged
 from modules import mlp
 from torch import nn
-from training import WAYS, assert_close, breaking_off, counted, drawn, gradients, train_step, wrap
+from training import WAYS, assert_close, counted, drawn, gradients, train_step, wrap
 
 import tritonddp
 from tritonddp import DistributedDataParallel
@@ -196,20 +196,3 @@ def test_ranks_that_get_a_signal_at_any_moment_stop_after_the_same_step(
         (stopped,) = set(gather(number))
         assert stopped < 2999, what
         assert_same_on_all_ranks(params, what)
-
-
-@pytest.mark.parametrize("asking", [0, 1])
-@ranks(2)
-def test_a_rank_whose_backward_failed_stops_with_the_others(rank: int, asking: int) -> None:
-    ddp = wrap(mlp(4, 8, 2), bucket_cap_mb=1e-4)
-    param = list(ddp.parameters())[-1]
-    for _ in range(3):
-        train_step(ddp, drawn(5, 4))
-    if rank == asking:
-        ddp.request_stop()
-    loss = ddp(drawn(5, 4)).sum()
-    with breaking_off(param, rank == 1):
-        loss.backward()
-    assert ddp.should_stop(), "the other ranks stop, and do not wait"
-    train_step(ddp, drawn(5, 4))
-    assert not any(grad.isnan().any() for grad in gradients(ddp) if grad is not None)

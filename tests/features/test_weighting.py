@@ -1,7 +1,6 @@
 """Weighted means over ranks and accumulated backwards."""
 
 import contextlib
-import copy
 import logging
 import math
 from typing import Any
@@ -173,36 +172,11 @@ def test_large_weights_do_not_overflow_fp16_once_their_size_is_known(view: bool)
     assert ddp.module.weight.grad.item() == 10
 
 
-class SharesMemory(nn.Module):
-    """The gradient of ``shift`` is a view of what goes on to ``mix``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(4, 4).double()
-        self.shift = nn.Parameter(torch.randn(2, 2, dtype=torch.float64))
-
-    def forward(self, x: Tensor, shifted: bool = True) -> Tensor:
-        y = self.mix(x)
-        return (y + self.shift.view(4) if shifted else y).square().sum()
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@ranks(2, views=True)
-def test_gradients_are_not_weighted_where_the_backward_still_reads_them(
-    reduction: str, view: bool
-) -> None:
-    """Autograd may hand over memory of which it holds a view."""
-    model = SharesMemory()
-    alone = copy.deepcopy(model)
-    ddp = wrap(model, view, bucket_cap_mb=1e-6)
-    for _ in range(3):
-        for net in (alone, ddp):
-            net.zero_grad()
-        x = torch.randn(4, dtype=torch.float64)
-        with ddp.no_sync(), ddp.weighted(2, reduction):
-            ddp(x, shifted=False).backward()
-        (alone(x, shifted=False) * (2 if reduction == "mean" else 1)).backward()
-        with ddp.weighted(3, reduction):
-            ddp(x).backward()
-        (alone(x) * (3 if reduction == "mean" else 1)).backward()
-        assert_close(gradients(ddp), [grad / 5 for grad in gradients(alone)])
+@ranks(2)
+def test_a_parameter_that_no_microbatch_of_a_window_uses_has_no_gradient(rank: int) -> None:
+    ddp = wrap(net())
+    for weight in (3, 2):
+        backward(ddp, rows(), weight=weight, is_local=True)
+    backward(ddp, rows(), weight=1)
+    assert_gradients_alike(ddp)
+    assert ddp.module.extra.weight.grad is None

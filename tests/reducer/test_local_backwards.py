@@ -1,12 +1,10 @@
 """Which backwards are the wrapper's: those that go through its forwards, or that one has armed."""
 
 import contextlib
-import io
 import logging
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, ranks
@@ -14,20 +12,15 @@ from logged import logged
 from modules import OnDemand
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
-from torch.utils.checkpoint import checkpoint
 from training import (
-    assert_gradients_alike,
     assert_mean_of,
     filled,
     gradients,
     train_step,
-    unwarned,
     wrap,
 )
 
 from tritonddp import DistributedDataParallel
-from tritonddp.diagnostics.unreduced import noted
 
 
 def net() -> OnDemand:
@@ -59,20 +52,6 @@ def test_a_backward_that_goes_through_a_forward_late_is_reduced_after_all(view: 
     x = filled(2, 4)
     (2 * oracle(x).sum() + oracle.extra(x).pow(2).sum()).backward()
     assert_mean_of(ddp, oracle)
-
-
-@ranks(2)
-def test_after_all_also_where_the_output_is_behind_a_reentrant_checkpoint() -> None:
-    ddp = DistributedDataParallel(net())
-    x = filled(2, 4, requires_grad=True)
-    for step in range(3):
-        ddp.zero_grad()
-        first = ddp(x).sum()
-        first.backward(retain_graph=True)
-        inner = checkpoint(lambda y: ddp.module.extra(y), x, use_reentrant=True)
-        (inner.pow(2).sum() + first).backward()
-        assert reductions(ddp) == 2 * (step + 1)
-        assert_gradients_alike(ddp, f"step {step}")
 
 
 @ranks(2)
@@ -144,23 +123,6 @@ def test_local_gradients_are_named_when_the_next_reduced_backward_finds_them() -
 
 
 @ranks(2)
-def test_means_that_lie_where_local_gradients_were_zeroed_are_not_taken_for_them() -> None:
-    """They are put aside while a probe makes other ones."""
-    ddp, optimizer = with_optimizer()
-    with said() as lines:
-        ddp.module(filled(2, 4)).sum().backward()
-        optimizer.zero_grad(set_to_none=False)
-        ddp(filled(2, 4)).sum().backward()
-        means = [param.grad for param in ddp.parameters()]
-        optimizer.zero_grad()
-        ddp.module(filled(2, 4)).sum().backward()
-        for param, mean in zip(ddp.parameters(), means, strict=True):
-            param.grad = mean
-        optimizer.step()
-    assert not lines
-
-
-@ranks(2)
 def test_a_backward_inside_no_sync_alone_is_named_when_an_optimizer_finds_its_gradients() -> None:
     """Stock reduces it, as its forward ran outside. Followed by a reduced one it is right here."""
     ddp, optimizer = with_optimizer()
@@ -206,27 +168,6 @@ def test_microbatches_behind_the_reduced_one_are_named_when_an_optimizer_steps()
 
 
 @ranks(2)
-def test_optimizers_keep_one_hook_of_ours_at_most_and_may_have_others_behind_it() -> None:
-    """A hook that removed itself while the optimizer calls them would end that."""
-    noted.clear()
-    hooks = _global_optimizer_pre_hooks
-    before, called = len(hooks), []
-    for _ in range(3):
-        ddp, optimizer = with_optimizer()
-        ddp.module(filled(2, 4)).sum().backward()
-        handle = register_optimizer_step_pre_hook(lambda *_: called.append(1))
-        optimizer.zero_grad()
-        optimizer.step()
-        ddp.module(filled(2, 4)).sum().backward()
-        del ddp
-        optimizer.step()
-        handle.remove()
-        assert len(hooks) <= before + 1
-        assert not noted
-    assert len(called) == 6
-
-
-@ranks(2)
 def test_a_backward_in_a_callback_at_the_end_adds_to_the_means() -> None:
     """The engine calls it when the buckets are launched, and before they are waited for."""
     ddp, expected = DistributedDataParallel(net()), DistributedDataParallel(net())
@@ -258,64 +199,3 @@ def test_wrappers_that_each_rank_makes_in_another_order_end_in_the_same_order(ra
         (nets[0](filled(2, 4)).sum() + nets[1](filled(2, 4)).sum()).backward()
     for each in nets.values():
         assert_gradients_alike(each)
-
-
-@ranks(2)
-def test_an_output_is_saved_without_a_warning() -> None:
-    ddp = DistributedDataParallel(net())
-    with unwarned():
-        torch.save(ddp(filled(2, 4)), io.BytesIO())
-
-
-@ranks(2)
-def test_an_error_of_one_wrapper_does_not_keep_another_from_its_mean() -> None:
-    nets = [DistributedDataParallel(net(), check_finite="raise") for _ in range(2)]
-    for _ in range(3):
-        for each in nets:
-            each.zero_grad()
-        with pytest.raises(FloatingPointError):
-            (nets[0](filled(2, 4)).sum() * torch.inf + nets[1](filled(2, 4)).sum()).backward()
-        assert_gradients_alike(nets[1])
-        assert not nets[1].reducer._core.backward
-
-
-@ranks(2)
-def test_a_backward_through_no_output_is_reduced_only_if_a_forward_has_armed_it() -> None:
-    ddp = DistributedDataParallel(nn.Linear(2, 1))
-
-    def penalty() -> None:
-        ddp.module.weight.square().sum().backward()
-
-    penalty()
-    with ddp.no_sync():
-        ddp(torch.ones(1, 2))
-    penalty()
-    assert reductions(ddp) == 0
-    ddp(torch.ones(1, 2))
-    with ddp.no_sync():
-        penalty()
-    assert reductions(ddp) == 0
-    penalty()
-    penalty()
-    assert reductions(ddp) == 1
-    ddp.reducer.prepare_for_backward([])
-    penalty()
-    assert reductions(ddp) == 2
-
-
-@ranks(2)
-def test_after_an_error_of_weights_on_one_rank_all_ranks_begin_alike(rank: int) -> None:
-    ddp = DistributedDataParallel(nn.Linear(2, 1))
-    if rank == 0:
-        with ddp.no_sync(), ddp.weighted(3):
-            ddp(torch.ones(1, 2)).sum().backward()
-    loss = ddp(torch.ones(1, 2)).sum()
-    with pytest.raises(RuntimeError) if rank == 0 else contextlib.nullcontext():
-        loss.backward()
-    ddp.zero_grad()
-    before = reductions(ddp)
-    for is_last in (False, False, True):
-        with contextlib.nullcontext() if is_last else ddp.no_sync():
-            loss = ddp(torch.ones(1, 2)).sum()
-        loss.backward()
-        assert reductions(ddp) == before + is_last

@@ -7,11 +7,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from distributed import ranks
 from torch import Tensor, nn
-from training import filled
 
-from tritonddp import DistributedDataParallel
 from tritonddp.reducer.graph import backward
 from tritonddp.reducer.graph.backward import tensors_in
 
@@ -79,20 +76,6 @@ def test_numbers_are_skipped() -> None:
         assert found({"loss": ONE, "ids": numbers, "more": dict.fromkeys(numbers, 1)}) == {ONE}
     held = [given for call in looks.call_args_list for given in call.args]
     assert max(map(len, held)) < 10
-
-
-@ranks(2)
-def test_an_output_that_refuses_hooks_is_reduced() -> None:
-    class NoHook(Tensor):
-        def register_hook(self, hook: Any) -> Any:
-            raise TypeError("no hooks")
-
-    ddp = DistributedDataParallel(nn.Linear(3, 2))
-    ddp.module.register_forward_hook(lambda module, args, out: out.as_subclass(NoHook))
-    for _ in range(3):
-        ddp.zero_grad()
-        ddp(filled(2, 3)).as_subclass(Tensor).sum().backward()
-        assert torch.equal(ddp.module.weight.grad, torch.full((2, 3), 3.0))
 
 
 def test_shared_containers_are_searched_once() -> None:

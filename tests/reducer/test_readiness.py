@@ -1,18 +1,15 @@
 """Buckets are launched as they fill. Gradients of inner backwards are waited for or found."""
 
-import copy
 from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from differential.named.models import Branches, batch, branch
 from distributed import in_rings, ranks, recorded_collectives
 from modules import Layers
 from oracle import Net, in_step, one_per_rank
-from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training import assert_mean_of, wrap
+from training import wrap
 
 
 @ranks(2, views=True)
@@ -74,33 +71,3 @@ def test_reentrant_checkpoint_that_is_new_in_the_second_step_is_waited_for_from_
         for net in (ddp, *alone):
             net.zero_grad()
         in_step(step, ddp, alone, number)
-
-
-class Inner(nn.Module):
-    """Two vectors of ``size``; the second one on demand, in a reentrant checkpoint."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.ones(size))
-        self.second = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor, both: bool) -> Tensor:
-        x = (self.first * x).mean()
-        return checkpoint(lambda x: (self.second * x).mean(), x, use_reentrant=True) if both else x
-
-
-@pytest.mark.parametrize("size", [100, 1_100_000], ids=["one segment", "two segments"])
-@ranks(2, views=True)
-def test_a_gradient_of_an_inner_backward_counts_in_the_first_step_that_has_it(
-    size: int, view: bool
-) -> None:
-    """Also after steps without it, when the wrapper does not wait for it any more."""
-    ddp = wrap(Inner(size), view, bucket_cap_mb=100)
-    alone = copy.deepcopy(ddp.module)
-    factor = torch.full((), 1.0 + dist.get_rank(), requires_grad=True)
-    for number, both in enumerate([False] * 3 + [True] * 2 + [False, True]):
-        for net in (ddp, alone):
-            net.zero_grad()
-            net(factor, both).backward()
-        assert_mean_of(ddp, alone, f"step {number}")
-    assert [len(bucket.segments) for bucket in ddp.reducer.buckets] == [1 if size == 100 else 2]

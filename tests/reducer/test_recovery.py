@@ -1,8 +1,5 @@
 """After a failed backward no gradient is wrong, no rank waits, and the next step is right."""
 
-import copy
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -11,9 +8,7 @@ from distributed import ranks
 from modules import mlp
 from torch import Tensor, nn
 from training import (
-    assert_mean_of,
     assert_right_step,
-    breaking_off,
     drawn,
     fail,
     gradients,
@@ -21,8 +16,6 @@ from training import (
     train_step,
     wrap,
 )
-
-from tritonddp import DistributedDataParallel
 
 
 def layers() -> nn.Sequential:
@@ -79,27 +72,6 @@ def test_after_a_backward_that_broke_off_the_next_step_is_right(
         assert_right_step(ddp, batch(number))
 
 
-@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "dropped"])
-@ranks(2)
-def test_a_new_wrapper_after_a_backward_that_failed_on_one_rank(rank: int, keeps: bool) -> None:
-    """Wrapping completes the collectives of the old wrapper first."""
-
-    def broken_off() -> list[Any]:
-        ddp = DistributedDataParallel(layers(), bucket_cap_mb=1e-6)
-        train_step(ddp, batch(0))
-        break_off(ddp.module, 2, [1])
-        with raises_if(rank == 1, ZeroDivisionError):
-            train_step(ddp, batch(1))
-        return [ddp] if keeps else [weakref.ref(ddp._ddp_state.core)]
-
-    kept = broken_off()
-    ddp = DistributedDataParallel(layers())
-    for number in (2, 3):
-        assert_right_step(ddp, batch(number))
-    gc.collect()
-    assert keeps or kept[0]() is None
-
-
 @pytest.mark.parametrize("kind", ["sparse", "two rows", "one row"])
 @ranks(2, views=True)
 def test_a_gradient_of_another_layout_or_shape_is_named(kind: str, view: bool) -> None:
@@ -121,23 +93,3 @@ def test_a_gradient_of_another_layout_or_shape_is_named(kind: str, view: bool) -
     name = None if kind == "one row" else r"rank \d.*'2.weight'"
     with pytest.raises(RuntimeError, match=name):
         train_step(ddp, batch(3))
-
-
-@pytest.mark.parametrize("local", [False, True], ids=["reduced", "no_sync"])
-@ranks(2, views=True)
-def test_a_second_backward_of_the_graph_after_a_failed_one_is_reduced(
-    local: bool, view: bool
-) -> None:
-    ddp = wrap(layers(), view)
-    alone = copy.deepcopy(ddp.module)
-    for number in range(2):
-        train_step(ddp, batch(number))
-    outputs = {net: net(batch(5)) for net in (ddp, alone)}
-    ddp.require_backward_grad_sync = not local
-    with breaking_off(next(ddp.parameters())):
-        outputs[ddp].sum().backward(retain_graph=True)
-    ddp.require_backward_grad_sync = True
-    for net, output in outputs.items():
-        net.zero_grad()
-        output.pow(2).sum().backward()
-    assert_mean_of(ddp, alone)

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from distributed import in_rings, ranks, recorded_collectives
-from modules import Layers, Squares
+from modules import Squares
 from torch import Tensor, nn
-from training import HEADER_BYTES, Operators, counted, drawn, train_step, wrap
+from training import HEADER_BYTES, Operators, counted, train_step, wrap
 
-from tritonddp import DistributedDataParallel
 from tritonddp.coordination.counters import Counters
 
 
@@ -158,15 +157,3 @@ def test_peak_memory_is_that_of_the_model_and_one_bucket_of_gradients(view: bool
         assert wrapped <= bucket + 4 * 20_000 * 3 + direct, (wrapped, bucket)
     else:
         assert wrapped <= alone + bucket + direct, (wrapped, alone, bucket)
-
-
-@ranks(2)
-def test_the_reduction_that_rebuilds_buckets_is_not_that_of_a_single_rank() -> None:
-    """The first backward decides an order, and buckets are rebuilt."""
-    ddp = DistributedDataParallel(Layers(order="bac"), bucket_cap_mb=1e-5, metrics=True)
-    train_step(ddp, drawn(2, 4))
-    core = ddp._ddp_state.core
-    assert core.manager.has_moved
-    assert not core.last.is_alone
-    assert len(core.last.pending) == len(core.manager.current.buckets)
-    assert ddp.metrics()["step_ms"] is None  # no rank has reported a step yet

@@ -3,28 +3,23 @@
 ``differential/short`` evaluates the wrapper in hooks, signal handlers and threads.
 """
 
-import threading
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import ranks, recorded_collectives
-from modules import mlp, normed
+from modules import mlp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from training import (
     assert_gradients_alike,
     assert_right_step,
-    breaking_off,
     drawn,
-    raises_if,
     train_step,
     wrap,
 )
 
-from tritonddp.comm.host.memory_exchange import MemoryExchange
 from tritonddp.reducer.graph.backward import FAILED, WAITING, Backward
 
 
@@ -57,53 +52,6 @@ def test_autograd_grad_in_a_hook_does_not_make_a_local_backward_a_reduced_one() 
     ddp.zero_grad()
     probe.square().sum().backward()
     assert_gradients_alike(ddp)
-
-
-@pytest.mark.parametrize("thread", [False, True], ids=["", "on a thread"])
-@ranks(2)
-def test_a_forward_that_broadcasts_buffers_recovers_a_failed_backward(
-    rank: int, thread: bool
-) -> None:
-    """The other ranks wait for the collectives of that backward, and broadcast after them."""
-    ddp = wrap(nn.Sequential(normed(4, 4), nn.Linear(4, 2)), bucket_cap_mb=1e-4)
-    for step in range(2):
-        train_step(ddp, batch(step))
-    with breaking_off(ddp.module[0][0].weight, rank == 1):
-        train_step(ddp, batch(2))
-
-    def evaluate() -> None:
-        with torch.no_grad():
-            ddp(batch(3))
-
-    if thread:
-        other = threading.Thread(target=evaluate)
-        other.start()
-        other.join()
-    else:
-        evaluate()
-    train_step(ddp, batch(4))
-    assert_gradients_alike(ddp)
-
-
-@ranks(2)
-def test_an_error_of_a_signal_handler_in_the_wait_is_a_failed_backward(rank: int) -> None:
-    """The buckets are launched: this rank waits for them before its next collective."""
-    ddp = wrap(net(), bucket_cap_mb=1e-4)
-    for step in range(2):
-        assert_right_step(ddp, batch(step))
-
-    def wait(*_: Any) -> Any:
-        raise OSError("of a handler")
-
-    with raises_if(rank == 1, OSError):
-        if rank == 1:
-            with mock.patch.object(MemoryExchange, "wait", wait):
-                train_step(ddp, batch(2))
-        else:
-            train_step(ddp, batch(2))
-    assert rank == 0 or ddp._ddp_state.core.backward.phase is FAILED
-    for step in range(3, 5):
-        assert_right_step(ddp, batch(step))
 
 
 @ranks(2)

@@ -43,22 +43,6 @@ def gives(ddp: DistributedDataParallel, value: float) -> float:
     return weight_of(ddp)
 
 
-@ranks(1, views=True)
-def test_exchanges_alone_sends_all_gradients(view: bool) -> None:
-    """The switch of the benchmarks."""
-    ddp = wrapped(linear(), gradient_as_bucket_view=view)
-    gives(ddp, 1.0)  # in initial buckets
-    ddp._ddp_state.core.exchanges_alone = True
-    counters = ddp.reducer.counters
-    before = counters.collectives, counters.wire_bytes
-    assert gives(ddp, 2.0) == 2 * 2.0
-    assert counters.collectives == before[0] + 1
-    assert counters.wire_bytes - before[1] >= sum(param.nbytes for param in ddp.parameters())
-    ddp._ddp_state.core.exchanges_alone = False
-    gives(ddp, 3.0)
-    assert counters.collectives == before[0] + 1
-
-
 @pytest.mark.parametrize("cap", [None, 1e-6])
 @ranks(1, views=True)
 def test_nothing_is_exchanged(cap: float | None, view: bool) -> None:

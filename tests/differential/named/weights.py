@@ -2,9 +2,11 @@
 
 import contextlib
 
+import torch
 from oracle import Net
+from torch import Tensor, nn
 
-from differential.named.models import samples
+from differential.named.models import OfBatches, batch, samples
 from differential.named.table import UNUSED, WRONG, program
 
 
@@ -103,3 +105,25 @@ def weighted_twice(net: Net, rank: int, step: int) -> None:
     for n in (1 + rank, 4 - rank):
         with net.weighted(n):
             net(samples(n), "abcdef").pow(2).mean().backward()
+
+
+class SharesMemory(OfBatches):
+    """The gradient of ``shift`` is a view of the gradient that goes on to ``mix``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+        self.shift = nn.Parameter(torch.randn(2, 2))
+
+    def forward(self, x: Tensor, is_shifted: bool = True) -> Tensor:
+        y = self.mix(x)
+        return y + self.shift.view(4) if is_shifted else y
+
+
+@program(WRONG, WRONG, model=SharesMemory, weighted="mean")
+def weighted_gradients_that_the_backward_still_reads(net: Net, rank: int, step: int) -> None:
+    x = batch(False)[0]
+    with net.no_sync(), net.weighted(2):
+        net(x, False).square().sum().backward()
+    with net.weighted(3):
+        net(x).square().sum().backward()
