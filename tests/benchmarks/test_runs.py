@@ -70,6 +70,7 @@ def test_steps_are_timed_and_count_right(name: str, tmp_path: Path) -> None:
         assert one["bound"] == (0.9 if name == "branchy" else 1.02)
 
 
+@pytest.mark.long
 def test_kernels_are_timed_by_pytest_benchmark_once_they_are_right(tmp_path: Path) -> None:
     pytest.importorskip("pytest_benchmark", reason="needs the extra [bench]")
     out, bucket = tmp_path / "kernels.json", "many_small-bf16-whole"

@@ -149,6 +149,7 @@ def test_the_factor_applies_inside_join(rank: int) -> None:
             assert_close(gradients(ddp), [torch.full((1, 4), (2 - step) / 2.5)])
 
 
+@pytest.mark.long
 @ranks(2, interprets=True)
 def test_the_kernels_of_a_gpu_divide() -> None:
     """On the recorded device, compared with the mean of the same program."""

@@ -67,6 +67,7 @@ def test_nothing_is_compiled_after_the_third_step() -> None:
         assert not late, name
 
 
+@pytest.mark.long
 @ranks(2, interprets=True)
 def test_nothing_is_compiled_after_a_change() -> None:
     for name in ("copies", "views", "bf16 wire", "int8"):

@@ -13,6 +13,7 @@ from modules import OnDemand
 from torch import Tensor, nn
 from torch.autograd import Variable
 from training import (
+    assert_gradients_alike,
     assert_mean_of,
     filled,
     gradients,

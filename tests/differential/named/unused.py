@@ -1,12 +1,15 @@
 """Unused parameters without any flag, outputs that the loss ignores, ranks that disagree."""
 
+import torch
 from modules import Withheld
 from oracle import Net
+from torch import Tensor, nn
 
 from differential.named.models import (
     DataclassOutput,
     Experts,
     Heads,
+    OfBatches,
     StochasticDepth,
     Towers,
     batch,
@@ -123,3 +126,20 @@ def different_control_flow(net: Net, rank: int, step: int) -> None:
         losses = [net(net(batch(), "e"), "a").sum(), net(batch(), "").sum()]
     for loss in losses if step % 2 else reversed(losses):
         loss.backward()
+
+
+class Scale(OfBatches):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+@program(TWICE_HANGS, TWICE_HANGS, model=Scale, reductions=2)
+def first_loss_that_bypasses_the_outputs_on_one_rank(net: Net, rank: int, step: int) -> None:
+    out = net(batch()).sum()
+    first = 0 * net.module.other.sum() if rank else out
+    first.backward(retain_graph=True)
+    out.backward()

@@ -54,6 +54,7 @@ def test_stock_sees_the_same_twice() -> None:
     play("--config", names, "--wrapper", "stock", "--length", 4, "--sample", 100)
 
 
+@pytest.mark.long
 def test_a_wrapper_with_a_fault_is_found() -> None:
     fault = ("--wrapper", "MadeInTheFirstForward")
     play("--config", "bare", "--only", "IFBS", *fault, expected=1)
