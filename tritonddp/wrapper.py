@@ -69,8 +69,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             parameters and buffers from rank 0.
         process_group: the process group to average over; the default group if ``None``.
         bucket_cap_mb: bucket size in MiB of gradients. The default on CUDA devices is 25, with
-            smaller buckets at both ends (``docs/gpus.md``); with ``compression``, it is 1, 1, 2, 4,
-            8, 16, then 25. The default on the CPU is 1 for the first bucket, then 25; with
+            smaller buckets at both ends (``docs/gpus.md``); with ``compression``, it is 4, 8, 16,
+            then 25. The default on the CPU is 1 for the first bucket, then 25; with
             ``reduce_dtype`` or ``compression``, it is 1, 1, 2, 4, then 8.
         find_unused_parameters: ``None`` or ``True``: detect unused parameters automatically
             (``True``: in stock's buckets). ``False``: an unused one raises at the next forward.
