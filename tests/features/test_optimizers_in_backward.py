@@ -99,7 +99,7 @@ def test_hooks_of_torch_that_step_optimizers_reach_the_loss_of_ordinary_ones() -
     class Unknown(torch.optim.SGD):
         pass
 
-    with pytest.raises(ValueError, match=r"Unknown.* Step it after the backward\."):
+    with pytest.raises(ValueError, match=r"Unknown.* Step it after the backward instead\."):
         OURS(net())._register_fused_optim(Unknown, 0.3)
 
 
