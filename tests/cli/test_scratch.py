@@ -75,6 +75,7 @@ print("saved and loaded")
 """
 
 
+@pytest.mark.long
 def test_files_of_the_user_stay_as_they_are(tmp_path: Path) -> None:
     more = ["safetensors"] if importlib.util.find_spec("safetensors") else []
     home, scratch, script = (tmp_path / name for name in ("home", "scratch", "script.py"))

@@ -137,6 +137,7 @@ def test_a_slow_store_delays_only_the_report(pause: float, rank: int, tmp_path: 
         step(model, rank)
 
 
+@pytest.mark.long
 @ranks(2, interprets=True)
 def test_the_thread_reports_while_the_host_waits_for_its_device(rank: int, tmp_path: Path) -> None:
     with reports("2", tmp_path / str(rank), "in tokenize") as kept, recording():
