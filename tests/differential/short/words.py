@@ -175,7 +175,7 @@ RULES: dict[str, Callable[[Step, Configuration], bool]] = {
     ),
     # Stock reduces its next backward, even if that does not go through the wrapper. And the first
     # one says how often ``static_graph`` waits for each parameter.
-    "so are those only through `.module`": lambda step, configuration: (
+    "Backwards only through `.module`": lambda step, configuration: (
         step.letter == "M" and (step.armed or _is_first_of_static(step, configuration))
     ),
     # Autograd gives no gradient to what was frozen since; stock gives zeros or the mean.
