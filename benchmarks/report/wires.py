@@ -32,8 +32,8 @@ def _training(result: Result) -> Iterator[str]:
         yield (
             f"{task.parameters:,} parameters, {task.steps:,} steps, "
             f"{result.content.world_size} ranks, {task.batch_size} samples per rank, "
-            f"{task.optimizer}, {len(result.content.seeds)} seeds. The spread is that of the "
-            "losses of fp32's seeds."
+            f"{task.optimizer}, {len(result.content.seeds)} seeds. The spread is the "
+            "range of the losses of the fp32 seeds."
         )
 
 
@@ -48,10 +48,10 @@ errors = Rows(
         ("error of the sum of all steps", lambda one: _percent(one.sum)),
         ("held-out loss", lambda one: f"{one.mean:.4f}"),
         (
-            "loss against fp32",
+            "loss compared with fp32",
             lambda one: "-" if one.verdict is None else f"{100 * one.away:+.3f} %",
         ),
-        ("spread of fp32's seeds", lambda one: _AGAINST_SPREAD[one.verdict]),
+        ("spread of fp32 seeds", lambda one: _AGAINST_SPREAD[one.verdict]),
     ),
     _training,
 )
@@ -112,7 +112,7 @@ def pays(result: Result) -> Blocks:
         )
         for row in found
     ]
-    yield Table(("pays from, GB/s", "forward and backward", *wires), rows)
+    yield Table(("faster below, GB/s", "forward and backward", *wires), rows)
 
 
 def on_page(result: Result) -> Blocks:
