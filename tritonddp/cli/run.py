@@ -30,8 +30,8 @@ _RENDEZVOUS = ("standalone", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of torchrun and of the script.
 
-    They are read from torchrun's source, because importing it takes seconds, too long for reporting
-    a typing error. torchrun itself parses the command line later.
+    They are parsed from torchrun's source, because importing torchrun takes seconds, too long to
+    report a typo. torchrun itself parses the command line later.
     """
     spec = importlib.util.find_spec("torch")
     assert spec is not None
