@@ -137,7 +137,7 @@ def _environments(ranks: int | None) -> list[dict[str, str]]:
 
 
 def _can_be_ended() -> None:
-    """Restore default signal handling between fork and exec."""
+    """Between fork and exec: restore SIGINT, and on Linux let the process die with its parent."""
     # Ignored signals stay ignored after exec, and this process may be a background job of a shell.
     # SIGHUP stays ignored if the user ignores it; nothing here sends it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -2,9 +2,9 @@
 
     python benchmarks/host/host.py [--rounds 40] [--out FILE]
 
-A world of one, so that no link is waited for. Ours nevertheless sends what it would send to other
-ranks, as stock does. Only *idle* ours sends nothing, which is what a user gets with one rank. One
-thread on the CPU, or a GPU with NCCL, for which only the host's time is measured. All
+A world of one, so that nothing waits for a link. Ours nevertheless sends what it would send to
+other ranks, as stock does. Only *idle* ours sends nothing, which is what a user gets with one rank.
+One thread on the CPU, or a GPU with NCCL, for which only the host's time is measured. All
 configurations run in shuffled rounds with a bare model, and each figure is the median over rounds
 of a difference within a round. A second bare model, *unwrapped*, shows the resolution. No internals
 are called: ordinary user hooks on a few parameters, which run before the hooks of DDP, record when

@@ -1,5 +1,4 @@
-"""Ways to quantize a bucket, to sum the parts of all ranks, and to write the sums: ours and
-torch's.
+"""Ways to quantize a bucket, sum the parts of all ranks, and write the sums: ours and torch's.
 
 With error feedback, for rank 0 of 8. Torch's versions are straightforward code for a whole bucket.
 """

@@ -112,7 +112,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def backward(model: nn.Module, batch: Batch) -> None:
-    """Compute the gradients of the batch from none, as a step does before the optimizer."""
+    """Clear the gradients and run forward and backward: a step without the optimizer."""
     model.zero_grad(set_to_none=True)
     loss(model, batch).backward()
 

@@ -56,7 +56,7 @@ class Configuration:
 
 
 class Network(nn.Module):
-    """Run a module in a ``forward`` that is not torch's. In stock DDP, dynamo skips frames of
+    """Runs a module in a ``forward`` that is not torch's. In stock DDP, dynamo skips frames of
     torch's modules, for example of a Sequential, and would then compile nothing."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -133,7 +133,7 @@ class Gradient:
         return torch.equal(self.values, other.values) and torch.equal(self.present, other.present)
 
     def off(self, other: Gradient) -> float:
-        """Return the relative norm of the difference; infinite if other gradients are missing."""
+        """Return the relative norm of the difference; infinite if different parameters have one."""
         if self.equals(other):
             return 0.0
         if not torch.equal(self.present, other.present):
@@ -149,7 +149,7 @@ class Gradient:
 
 
 def _whole(gradient: Tensor) -> Tensor:
-    """Return the gradient of all ranks if FSDP2 has sharded it; collective."""
+    """Gather the gradient from all ranks if FSDP2 has sharded it; collective."""
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 

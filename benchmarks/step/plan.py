@@ -72,11 +72,11 @@ def parser(doc: str, rounds: int, models: Sequence[str] = ()) -> argparse.Argume
 
 
 def _too_large(ranks: Ranks) -> tuple[type[Exception], ...]:
-    """Return the errors of a GPU that is too small; none for several ranks: one would continue."""
+    """Return the errors of a too small GPU; none for several ranks: one might continue alone."""
     return (torch.OutOfMemoryError,) if ranks.world_size == 1 else ()
 
 
-# Returns the JSON content of one case, measured until a time, which is printed as a result.
+# Measures one case until a deadline, and returns its JSON content, which is also printed.
 Measure = Callable[[Case, Ranks, Plan, float], dict[str, Any]]
 Show = Callable[[Result], Iterable[str]]
 

@@ -110,8 +110,7 @@ class Rounds:
         return time.perf_counter() - start, result
 
     def gathered(self) -> tuple[Seconds, Seconds, dict[str, Any]]:
-        """Return backwards and whole steps of the slowest rank, and the content for JSON;
-        collective.
+        """Return backwards and steps of the slowest rank, and the content for JSON; collective.
 
         The content has raw seconds by rank, configuration, build and round.
         """

@@ -128,8 +128,7 @@ def _launches(model: nn.Module, batch: Batch, ranks: Ranks) -> int | None:
 
 
 def launches(call: Callable[[], object]) -> int | None:
-    """Return the kernels, copies and fills of a call; ``None`` if the profiler cannot see the
-    device.
+    """Return the kernels, copies and fills of a call; ``None`` if the device cannot be profiled.
 
     NCCL's annotations also appear on the device's track, but launch nothing.
     """

@@ -73,9 +73,9 @@ class Reduction:
 
     Attributes:
         bucket_set: the buckets of its parameters.
-            buckets: buckets to reduce, in launch order; released when buckets are rebuilt.
+        buckets: buckets to reduce, in launch order; released when buckets are rebuilt.
         agreement: writes the header of this rank, and compares the headers of all ranks.
-            weights: header field of the ranks' weights.
+        weights: header field of the ranks' weights.
         events: callbacks for progress.
         source: where the gradients come from.
         where: this rank and its step, for messages.

@@ -105,10 +105,9 @@ class TransportChoice:
         return by_group, PeerMemory(group, by_group, counters, self.is_required)
 
     def peers(self, group: Group) -> Peers | None:
-        """Return the other ranks if buffers and new values can use shared memory; same on all
-        ranks.
+        """Return the other ranks if buffers and new values can use shared memory, else ``None``.
 
-        They can if all ranks are on one host, once a reduced backward has connected the ranks.
+        All ranks agree. They can use it on one host, once a reduced backward has connected them.
         """
         peers = group.peers
         is_one_host = isinstance(peers, Peers) and not peers.has_line

@@ -50,10 +50,10 @@ class Weights(HeaderField):
     A rank without gradients sends 0: it does not know whether the other ranks use weights.
 
     Attributes:
-            divisor: divisor of the sum over ranks; by default the number of ranks, in which case
-                :attr:`is_mean` is true.
-            unit: weights are divided by it before the sum; close to the last weights that all ranks
-                know.
+        divisor: divisor of the sum over ranks; by default the number of ranks, in which case
+            :attr:`is_mean` is true.
+        unit: weights are divided by it before the sum; close to the last weights that all ranks
+            know.
     """
 
     size = 8  # fp64, NaN without a weight

@@ -566,11 +566,10 @@ class StockDDPNames:
         same order. Gradients that a rank has accumulated when its inputs end are not reduced.
 
         Args:
-                divide_by_initial_world_size: divide the sum of the gradients by the number of
-                ranks; if
-                    ``False``, by the number of ranks that still have inputs. Weighted means
-                    (:meth:`weighted`) are always over the ranks with inputs. As in stock DDP,
-                    communication hooks do the division themselves.
+            divide_by_initial_world_size: divide the sum of the gradients by the number of ranks; if
+                ``False``, by the number of ranks that still have inputs. Weighted means
+                (:meth:`weighted`) are always over the ranks with inputs. As in stock DDP,
+                communication hooks do the division themselves.
             enable: ``False`` disables this context.
             throw_on_early_termination: raise an error on all ranks when a rank runs out of inputs.
 

@@ -1,4 +1,5 @@
 """Device tables: tables of addresses, so that one launch processes any number of gradients.
+
 A *chunk* is the work of one program: at most ``block`` consecutive elements of one gradient. The
 chunks of a buffer never change. The addresses of the gradients may change every step. Together with
 the used flags, the headers and the scale they form one small table at a fixed address.

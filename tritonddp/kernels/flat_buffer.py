@@ -170,7 +170,7 @@ class FlatBuffer:
             the sum of many ones saturates in fp16 and bf16, but never becomes zero.
         headers: view of the headers, one element each: before the collective the headers of
             this rank and zeros, afterwards the headers of all ranks. Empty in a part.
-            trailer: view of the used flags and the headers; in a part, those of the whole buffer.
+        trailer: view of the used flags and the headers; in a part, those of the whole buffer.
         encoded: the content of ``trailer`` before the collective: ``encoded_flags`` and
             ``encoded_headers``. ``None`` before :meth:`encode_trailer`.
         views: one tensor per gradient in its place, with the gradient's shape and strides.

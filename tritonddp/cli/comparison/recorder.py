@@ -195,7 +195,8 @@ class Recorder:
         """Add the times of forward, backward, and communication that is not overlapped.
 
         At the end of a step, the times of the previous step are available. Skip times that were
-        recorded before, which are of another model or an old step. Reading them is not timed.
+        recorded before, which are of another model or an old step. The time to read them is
+        excluded.
         """
         began = time.perf_counter()
         for model in self._alive():

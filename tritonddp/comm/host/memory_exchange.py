@@ -88,10 +88,9 @@ class HostSums:
     gradients.
 
     Attributes:
-            launched: number of the last launched sum.
-            thread: ID of the thread that launched the last sum with two shots; ``None`` if there
-            was
-                none.
+        launched: number of the last launched sum.
+        thread: ID of the thread that launched the last sum with two shots; ``None`` if there was
+            none.
         inter_host: the thread for the exchange between hosts.
     """
 
@@ -192,10 +191,10 @@ class Progress:
 
     Attributes:
         wrapper: number of the wrapper, identical on all ranks.
-            last: number of its last sum.
-            read: number of the last sum that this rank has confirmed with READ.
-            free: number of the last sum that all ranks have read, so that its memory may be reused.
-            exchanges: exchanges of its buckets; weak references, to avoid a cycle.
+        last: number of its last sum.
+        read: number of the last sum that this rank has confirmed with READ.
+        free: number of the last sum that all ranks have read, so that its memory may be reused.
+        exchanges: exchanges of its buckets; weak references, to avoid a cycle.
     """
 
     def __init__(self, wrapper: int) -> None:
@@ -216,7 +215,7 @@ class MemoryExchange(WaitPoint):
 
     Attributes:
         seq: number of the last sum.
-            taken: number of the last sum that was written into the bucket.
+        taken: number of the last sum that was written into the bucket.
         started: number of the last sum for which the share of this rank is summed over this host.
         summed: number of the last sum for which the share of this rank is complete.
         shares: the share of this rank; ``None`` in one shot.

@@ -91,8 +91,8 @@ class SharedBroadcast:
     uses the process group.
 
     The number of a broadcast consists of the step and the number of previous broadcasts in that
-    step. An additional forward on one rank is therefore harmless: the other ranks may see its
-    previous buffers until the next step.
+    step. An additional forward on one rank is therefore harmless: until the next step, a rank may
+    see the previous buffers.
     """
 
     def __init__(self, group: Group, peers: Peers, wrapper: int) -> None:
@@ -208,7 +208,7 @@ class SharedBroadcast:
         if source.counts[line] < seq:
             self._point.wait_for(SHOWN, waits=False)
         if source.counts[line] < seq:
-            # This rank may have missed a broadcast after Ctrl-C; the source waits for its SEEN.
+            # This rank may have missed a broadcast after Ctrl-C; the source may await its SEEN.
             self._peers.answer(source, SEEN, self.wrapper, 0, seq - 1)
             self._wait_for(SHOWN, seq, part, source)
         layout, nbytes = source.last[line]

@@ -84,7 +84,7 @@ class MessageLayout:
         part_blocks, part_exact: the same in a part (``Bp`` and ``Ep``).
         scales_offset, exact_offset: offset in a part, in bytes.
         part_bytes: bytes of a part without its trailer, which is the offset of the trailer.
-            stride: bytes from one part to the next in a rank's message of ``parts`` parts.
+        stride: bytes from one part to the next in a rank's message of ``parts`` parts.
         gathered_numel: bytes of the sums of all ranks.
     """
 
