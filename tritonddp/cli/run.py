@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the script. Return 0; if the script fails, end as torchrun does."""
+    """Run the script. Return the exit code; if a rank of torchrun fails, end as torchrun does."""
     is_file = not (arguments.module or arguments.no_python)
     if is_file and not Path(arguments.script).is_file():
         print(f"tritonddp run: error: there is no file {arguments.script}", file=sys.stderr)

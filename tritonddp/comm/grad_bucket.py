@@ -41,8 +41,8 @@ class GradBucket:
     def buffer(self) -> Tensor:
         """Return all gradients in one 1-D tensor, each in row-major order.
 
-        Its dtype is that of the gradients, unless :meth:`set_buffer` has changed it. A complex
-        element takes two real elements.
+        Its dtype is the wire dtype (``reduce_dtype``, by default that of the gradients), unless
+        :meth:`set_buffer` has changed it. A complex element takes two real elements.
         """
         return self._buffer
 

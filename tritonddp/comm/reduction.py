@@ -73,7 +73,7 @@ class Reduction:
 
     Attributes:
         bucket_set: the buckets of its parameters.
-        buckets: buckets to reduce, in launch order; released when buckets are rebuilt.
+        buckets: buckets to reduce, in launch order; empty if ``is_alone``.
         agreement: writes the header of this rank, and compares the headers of all ranks.
         weights: header field of the ranks' weights.
         events: callbacks for progress.

@@ -1,6 +1,6 @@
 """Verify that all ranks hold bitwise identical parameters, buffers and gradients.
 
-If they do, this takes two collectives for any number of ranks: an all-gather of 40 bytes, which
+If they do, this takes two collectives for any number of ranks: an all-gather of 56 bytes, which
 compares names and shapes, and an all-reduce (maximum) of 16 to 24 bytes per tensor. For each tensor
 it reduces the checksum ``c`` and the complement ``~c``: the maximum of ``c`` is the greatest
 checksum of all ranks, and the complement of the maximum of ``~c`` is the least. If both are equal,
