@@ -1,4 +1,4 @@
-"""Hosts on this machine: network namespaces on one switch, each behind a line of limited rate.
+"""Hosts on this machine: network namespaces on one switch, connected by lines of limited rate.
 
     with network(2, rate=1e9) as hosts:
         processes = [host.start([sys.executable, "rank.py"], env=...) for host in hosts]

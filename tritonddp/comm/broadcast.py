@@ -124,7 +124,7 @@ def memcmp() -> Callable[[int, int, int], int]:
 def broadcast_coalesced(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, group_src: int, max_bytes: int
 ) -> None:
-    """Overwrite ``tensors`` with those of rank ``group_src`` of ``group``.
+    """Overwrite ``tensors`` with the values of rank ``group_src`` of ``group``.
 
     Tensors of all dtypes are sent together as bytes, so that a model with float and integer buffers
     needs one broadcast, not one per dtype. The tensors must be dense, with the same shapes and

@@ -109,7 +109,7 @@ class SharedBroadcast:
         self._compared: Any = None, None, []
 
     def send(self, part: Part, step: int, source: int, by_group: Callable[[], None]) -> None:
-        """Overwrite the tensors of ``part`` with those of rank ``source``.
+        """Overwrite the tensors of ``part`` with the values of rank ``source``.
 
         All ranks call this, in the same step. ``by_group`` uses the process group.
 

@@ -169,7 +169,7 @@ class Residuals:
     def zeros(
         cls, message: MessageLayout, rank: int, device: torch.device, sums_only: bool = False
     ) -> Residuals:
-        """Return initial residuals; with ``sums_only``, without those of gradients."""
+        """Return initial residuals; with ``sums_only``, only for the sums."""
         sent, reduced = (
             torch.zeros(count, BLOCK, dtype=torch.float32, device=device)
             for count in (0 if sums_only else message.blocks, message.owned_blocks(rank))
@@ -185,7 +185,7 @@ class Quantization:
     quantizes the sum over its host of one *share* of the bucket.
     """
 
-    message: MessageLayout  # its slots are those of the bucket, or the fragments of the share
+    message: MessageLayout  # its slots are the slots of the bucket, or the fragments of the share
     rank: int  # index of this rank among the ranks that exchange messages
     residuals: Residuals | None  # None without error feedback
     unit: float | None = None  # unit of weights of the residuals, when known: see rescale()
