@@ -94,8 +94,7 @@ class FromOwner:
         max_bytes: int,
         uses_memory: bool,
     ) -> None:
-        """Overwrite the tensors with the values of rank ``owner``. All ranks call it in the same
-        step.
+        """Overwrite the tensors with rank ``owner``'s values. All ranks call this in the same step.
 
         Args:
             named: the tensors with their names; the same list as before if nothing was replaced.
