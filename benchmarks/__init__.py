@@ -1,1 +1,1 @@
-"""What tritonddp takes, beside stock DDP, measured in one run: see README.md."""
+"""The cost of tritonddp compared with stock DDP, measured in one run: see README.md."""

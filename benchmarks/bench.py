@@ -2,13 +2,13 @@
 
     python benchmarks/bench.py [--only PART ...] [--seconds N] [--out FOLDER]
 
-Writes ``benchmarks/results/local/``: results, tables and plots. The results and figures that
-are committed stay as they are (see report.py for how to change them). Each part gets a share of the
-time and takes as many rounds as fit, so a slow machine takes fewer; how many it took stands in the
-table of verdicts that comes last.
+Writes ``benchmarks/results/local/``: results, tables and plots. Committed results and figures are
+not changed (see report.py for how to update them). Each part gets a share of the time and runs as
+many rounds as fit, so a slow machine runs fewer. The table of verdicts at the end shows the number
+of rounds.
 
-The exit status is 0 if all parts ran to their end, whatever was measured, and 1 if one failed. One
-that cannot run here (network.py, unless as root) is reported and is no failure.
+The exit status is 0 if all parts completed, regardless of their results, and 1 if a part failed. A
+part that cannot run here (network.py without root) is reported, and does not count as a failure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # this tree, whatever is installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this tree, not an installed version
 
 from benchmarks.base import deadline, processes
 from benchmarks.base.results import Result
@@ -33,31 +33,31 @@ from benchmarks.report.table import Table, text
 
 HERE = Path(__file__).parent
 LOCAL = HERE / "results" / "local"
-SECONDS = 550.0  # until the deadline of the last part; it may be late by a few rounds
-LEAST_SECONDS = 30.0  # for the least that a part does: starting, checking, a few rounds
-CANNOT_RUN = 2  # the exit status of a benchmark that lacks what it needs
+SECONDS = 550.0  # until the deadline of the last part, which may exceed it by a few rounds
+LEAST_SECONDS = 30.0  # minimum for a part: start, checks, a few rounds
+CANNOT_RUN = 2  # exit status of a benchmark whose requirements are missing
 ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",  # what a GPU does is for make gpu
+    "CUDA_VISIBLE_DEVICES": "",  # GPUs are measured by make gpu
     "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",  # no host name needs to resolve
-    "KINETO_LOG_LEVEL": "99",  # the profiler's own messages
+    "GLOO_SOCKET_IFNAME": "lo",  # so that no host name has to resolve
+    "KINETO_LOG_LEVEL": "99",  # silences the profiler's messages
     "PYTHONUNBUFFERED": "1",
 }
 
 
 @dataclass(frozen=True)
 class Part:
-    """One process, or one a rank.
+    """One process, or one process per rank.
 
     Attributes:
-        command: what python is to run, with ``{here}`` for this folder and ``{out}`` for that of
-            results.
+        command: arguments of Python, with ``{here}`` for this folder and ``{out}`` for the folder
+            of the results.
     """
 
-    name: str  # on the command line, and of the result file
-    seconds: float  # of the time that all parts have together; a share of another time
+    name: str  # on the command line, and name of the result file
+    seconds: float  # of the total time of all parts; scaled if the total differs
     command: str
-    ranks: int | None = None  # how many, for a script that wants to be started by torchrun
+    ranks: int | None = None  # number of ranks, for a script that torchrun would start
 
 
 def _script(name: str, seconds: float, command: str, ranks: int | None = None) -> Part:
@@ -65,11 +65,11 @@ def _script(name: str, seconds: float, command: str, ranks: int | None = None) -
     return Part(name, seconds, f"{{here}}/{command} --out {out}", ranks)
 
 
-# Few models, so that their rounds suffice for a verdict: one for each kind of cost. The other ones
-# are between these. A line slower than 1 Gbit/s shows the same as that, but in seconds a step.
+# Few models, so that each gets enough rounds for a verdict: one for each kind of cost. The other
+# models lie between these. Lines below 1 Gbit/s show the same, but take seconds per step.
 _MODELS = "--models branchy many_small transformer many_large"
 _LINES = "--hosts 2 --rates 1gbit none"
-# An error of collection is to be one of a test, as pytest's other exit status means something else.
+# Count collection errors as test errors: their usual exit status has another meaning.
 _PYTEST = "-m pytest -q -p no:cacheprovider --continue-on-collection-errors {here}/kernels"
 _KERNELS = (
     "--benchmark-only --benchmark-columns=median,iqr,rounds -k 'many_small or (resnet50 and 25MiB)'"
@@ -96,28 +96,28 @@ def main() -> int:
     try:
         for index, part in enumerate(parts):
             left = sum(each.seconds for each in parts[index:])
-            outcomes[part.name] = "failed: cut off with the whole run"  # unless it ends
+            outcomes[part.name] = "failed: cut off with the whole run"  # until the part ends
             outcomes[part.name] = run(part, deadline.until(end, part.seconds / left), out)
-    finally:  # also when the run is cut off
+    finally:  # also after an interrupt
         print("\n".join(["", *summary(outcomes, out)]), flush=True)
     return 1 if any(outcome.startswith("failed") for outcome in outcomes.values()) else 0
 
 
 def run(part: Part, end: float, out: Path) -> str:
-    """Run a part, which knows that it should be done at ``end``; what came of it, in a line.
+    """Run a part whose deadline is ``end``. Return its outcome as one line.
 
-    It passes on what the part prints, and ends it where it hangs.
+    The output of the part is passed on. A part that hangs is ended.
     """
     seconds = max(0.0, end - time.monotonic())
     print(f"\n--- {part.name} ({seconds:.0f} s)", flush=True)
     result = out / f"{part.name}.json"
-    result.unlink(missing_ok=True)  # that of an earlier run is not to pass for this one's
+    result.unlink(missing_ok=True)  # it may be from an earlier run
     start = time.monotonic()
     command = [
         each.replace("{here}", str(HERE)).replace("{out}", str(out))
         for each in shlex.split(part.command)
     ]
-    # The least that a part does may take longer than it has. What takes even longer hangs.
+    # The minimum work of a part may exceed its share. A part that takes even longer hangs.
     codes, text = processes.read(
         [sys.executable, *command],
         1.5 * seconds + LEAST_SECONDS,
@@ -136,7 +136,7 @@ def run(part: Part, end: float, out: Path) -> str:
 
 
 def summary(outcomes: Mapping[str, str], out: Path) -> Iterator[str]:
-    """What came of each part, and the verdicts of what it has measured."""
+    """Yield the outcome of each part, and the verdicts of its results."""
     for name, outcome in outcomes.items():
         yield f"{name:10} {outcome}"
     found = {name: _result(out / f"{name}.json") for name in outcomes}
@@ -153,7 +153,7 @@ def summary(outcomes: Mapping[str, str], out: Path) -> Iterator[str]:
 
 
 def _result(path: Path) -> Result | None:
-    """A result file; ``None`` if there is none, or only half of one."""
+    """Return the result file; ``None`` if it is missing or incomplete."""
     try:
         return Result(json.loads(path.read_text()))
     except (FileNotFoundError, json.JSONDecodeError):

@@ -29,7 +29,7 @@ class Trained:
     """The result of training with a framework.
 
     Attributes:
-        module: the model itself.
+        module: the unwrapped model.
         wrapper: the class that wrapped it during training.
     """
 

@@ -107,7 +107,7 @@ class Checkpoints:
         _write(temporary / MANIFEST, json.dumps(manifest, indent=1))
         _sync(temporary)
         final = temporary.with_suffix("")
-        if final.exists():  # torn, or from a run that went further back than this one
+        if final.exists():  # incomplete, or from before the run went back
             shutil.rmtree(final)
         temporary.rename(final)
         _sync(self.folder)
@@ -116,7 +116,7 @@ class Checkpoints:
         _sync(self.folder)
         steps = self._steps()
         # A partially removed checkpoint does not match its manifest.
-        # Later checkpoints remain from before the run went back; they are not part of its history.
+        # Later checkpoints are from before the run went back, and not part of its history.
         for old in [n for n in steps if n > step] + [n for n in steps if n <= step][self.keep :]:
             shutil.rmtree(self.folder / f"step-{old:08d}")
         for leftover in self.folder.glob("step-*.tmp"):

@@ -142,8 +142,8 @@ class Training:
     def load(self, checkpoint: Checkpoint) -> None:
         """Continue from ``checkpoint``, with the same number of ranks or another."""
         state = self._of_all_ranks()
-        # A remaining rank takes over the communication state of a rank that is gone. A new rank
-        # takes rank 0's buffers, and keeps the random numbers of its seed.
+        # A remaining rank takes over the communication state of missing ranks. A new rank takes
+        # rank 0's buffers, and keeps the random state of its seed.
         mine = list(range(self.rank, checkpoint.world_size, self.world_size))
         names = [f"rank {rank}" for rank in mine or [0]]
         state.update(dict.fromkeys(names, b""))
@@ -270,7 +270,7 @@ def set_up(args: argparse.Namespace) -> torch.device:
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         # torchrun keeps its store when it restarts the ranks, with the addresses of ranks that
-        # are gone (pytorch/pytorch#135712). A prefix for each life keeps them apart.
+        # are gone (pytorch/pytorch#135712). A prefix per restart keeps them apart.
         store=dist.PrefixStore(f"life {os.environ['TORCHELASTIC_RESTART_COUNT']}", store),
         rank=rank,
         world_size=world_size,

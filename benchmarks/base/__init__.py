@@ -1,1 +1,1 @@
-"""What all benchmarks share: processes with a time limit, ranks, deadlines, results."""
+"""Shared by all benchmarks: processes with a time limit, ranks, deadlines, results."""

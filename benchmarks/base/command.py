@@ -1,4 +1,4 @@
-"""What the commands of all benchmarks share: options, what is printed, and the result file."""
+"""Shared by the commands of all benchmarks: options, printed output, and the result file."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ def parser(
     backend: bool = False,
     out: str | None = None,
 ) -> argparse.ArgumentParser:
-    """The first line of a docstring, ``--out``, and of the common options those that are given.
+    """Return a parser with ``--out`` and the requested common options.
+
+    Its description is the first line of a docstring.
 
     Args:
-        rounds: the default of ``--rounds``.
-        models: the choices of ``--models``, and the default.
-        backend: whether there is ``--backend``.
-        out: what ``--out`` is, if it must be given.
+        rounds: default of ``--rounds``.
+        models: choices of ``--models``, and its default.
+        backend: add ``--backend``.
+        out: help text of ``--out``, if that option is required.
     """
     made = argparse.ArgumentParser(description=(doc or "").split("\n", 1)[0])
     if models is not None:
@@ -52,12 +54,12 @@ def positive(text: str) -> int:
 
 
 class Output:
-    """What a benchmark prints and writes, on rank 0 alone.
+    """Prints and writes the results of a benchmark, on rank 0 only.
 
     Args:
-        path: of the result file; ``None`` for none.
-        is_first: rank 0, or the only process there is.
-        heading: what the file says of everything.
+        path: path of the result file; ``None`` for no file.
+        is_first: this is rank 0, or the only process.
+        heading: facts about the whole run, for the file.
     """
 
     def __init__(
@@ -73,13 +75,13 @@ class Output:
             print("\n".join(lines), flush=True)
 
     def write(self, found: Mapping[str, Any]) -> None:
-        """To be called after each model, say: whatever cuts the run off, what was there is kept."""
+        """Write the results so far. Call this after each model, in case the run is interrupted."""
         self.content |= {**found, "load_average_after": os.getloadavg()}
         if self._is_first and self._path is not None:
             machine.write_json(self._path, self.content)
 
     def only(self, key: str, name: str) -> Result:
-        """What has been found of one model, say, as a result for tables."""
+        """Return the results of one item, for example a model, as a result for tables."""
         return Result({**self.content, key: {name: self.content[key][name]}})
 
     def end(self) -> None:

@@ -1,8 +1,8 @@
-"""Fewer rounds where there is less time, but never none.
+"""Take fewer rounds if there is less time, but always at least one.
 
-`make bench` gives each of its parts a deadline, in :data:`VARIABLE`. A part gives each model, or
-group, a share of the time that is left, and begins no round that would end too late, as far as
-those before it tell. Without a deadline all rounds are taken.
+`make bench` gives each of its parts a deadline, in :data:`VARIABLE`. A part gives each model or
+group a share of the remaining time, and starts no round that would probably end too late, judging
+by the previous rounds. Without a deadline, it runs all rounds.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-# By time.monotonic(), the clock of the machine, the same in all of its processes.
+# In seconds of time.monotonic(), which all processes of a machine share.
 VARIABLE = "TRITONDDP_BENCH_DEADLINE"
 LEAST_ROUNDS = 3
 Name, Sample = TypeVar("Name"), TypeVar("Sample")
 
 
 def deadline() -> float:
-    """When this process should be done, by ``time.monotonic()``; infinity if nobody says."""
+    """Return the deadline of this process, by ``time.monotonic()``; infinity if there is none."""
     return float(os.environ.get(VARIABLE, math.inf))
 
 
 def shares(names: Sequence[Name]) -> Iterator[tuple[Name, float]]:
-    """Each, and when it should be done: it gets its share of the time that is left."""
+    """Yield each name with its deadline, which gives it a share of the remaining time."""
     for number, name in enumerate(names):
         yield name, until(deadline(), 1 / (len(names) - number))
 
 
 def until(end: float, part: float) -> float:
-    """The end of this part of the time left until ``end``."""
+    """Return the end of this fraction of the time left until ``end``."""
     now = time.monotonic()
     return now + part * max(0.0, end - now)
 
@@ -40,11 +40,11 @@ def until(end: float, part: float) -> float:
 def interleaved(
     ways: Mapping[Name, Callable[[], Sample]], numbers: Iterable[int], seed: str = ""
 ) -> dict[Name, list[Sample]]:
-    """In each round every way once, in an order shuffled anew, the same on all ranks.
+    """Call all functions once per round, in a shuffled order that is the same on all ranks.
 
     Args:
-        ways: give a sample each, seconds for example.
-        numbers: see :func:`rounds`; samples of negative ones are discarded.
+        ways: functions that return one sample each, for example seconds.
+        numbers: see :func:`rounds`; samples of negative rounds are discarded.
     """
     samples: dict[Name, list[Sample]] = {name: [] for name in ways}
     order, shuffle = list(ways), random.Random(seed)
@@ -64,14 +64,14 @@ def rounds(
     discarded: int = 0,
     agreed: Callable[[bool], bool] = bool,
 ) -> Iterator[int]:
-    """Numbers of rounds, negative for those to be discarded.
+    """Yield the numbers of rounds; rounds to discard have negative numbers.
 
     Args:
-        most: how many there are if there is time.
-        end: a round that would end later does not begin, by the mean of those before it.
-        least: how many there are in any case, unless ``most`` is less.
-        discarded: how many come before.
-        agreed: makes one answer of those of all ranks.
+        most: number of rounds if there is enough time.
+        end: a round does not start if it would end later, by the mean of the previous rounds.
+        least: minimum number of rounds, unless ``most`` is smaller.
+        discarded: number of rounds to discard at the beginning.
+        agreed: combines the answers of all ranks into one.
     """
     start = time.monotonic()
     for number in range(-discarded, most):

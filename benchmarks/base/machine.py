@@ -1,4 +1,4 @@
-"""What every result file says about where it comes from."""
+"""The origin of a result file: machine, versions, commit, date and load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, not an installed version
 
 import torch
 
@@ -20,9 +20,9 @@ from tritonddp.cli.terminal import cpu_model
 
 
 def describe() -> dict[str, Any]:
-    """Machine, versions, commit, date and load, ready for JSON.
+    """Return machine, versions, commit, date and load, ready for JSON.
 
-    The load average is that of the moment: call it before the measurement and after it.
+    The load average is the current one: call this before and after the measurement.
     """
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -43,7 +43,7 @@ def describe() -> dict[str, Any]:
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """:func:`describe` in two lines."""
+    """Return the facts from :func:`describe` as two lines."""
     source, gpu = facts["tritonddp"], facts["gpu"]
     commit = (source["commit"] or "no git")[:10] + (" with changes" if source["dirty"] else "")
     device = f", {gpu['name']}" if gpu else ""
@@ -56,7 +56,7 @@ def summary(facts: dict[str, Any]) -> str:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write ``content``, whole or not at all."""
+    """Write ``content`` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")
@@ -90,12 +90,12 @@ def _gpu() -> dict[str, Any] | None:
 def _nccl_version() -> str | None:
     try:
         return ".".join(map(str, torch.cuda.nccl.version()))
-    except Exception:  # a build without it: what needs none can still run
+    except Exception:  # a build without it: benchmarks that do not need it can still run
         return None
 
 
 def _source() -> dict[str, Any]:
-    """Which tritonddp was imported, and the state of the checkout that it lies in."""
+    """Return which tritonddp was imported, and the state of its checkout."""
     folder = Path(tritonddp.__file__).parent
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--", ".")

@@ -36,7 +36,7 @@ class Ratio:
 
     @property
     def away(self) -> float:
-        """The factor between 1 and the farther end of the interval: at least 1."""
+        """The factor between 1 and the farther end of the interval; at least 1."""
         return max(self.high, 1 / self.low)
 
     def __str__(self) -> str:
@@ -44,11 +44,11 @@ class Ratio:
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-    """The median over rounds of the ratio of two samples of one round.
+    """Return the median over rounds of the ratio of two samples of the same round.
 
-    What slows a whole round down, a neighbour on the machine say, cancels. The interval is the
-    percentile bootstrap over rounds, which takes them as independent: it does not know what stays
-    the same within a process, such as where memory happened to lie.
+    A disturbance that slows a whole round, such as another process on the machine, cancels. The
+    interval is the percentile bootstrap over rounds, which assumes that rounds are independent. It
+    does not cover effects that are constant within a process, such as the memory layout.
     """
     return _bootstrap(lambda rounds: _median(rounds[0] / rounds[1]), numerators, denominators)
 
@@ -56,9 +56,9 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 def overhead_ratio(
     numerators: Sequence[float], denominators: Sequence[float], bare: Sequence[float]
 ) -> Ratio:
-    """The ratio of the medians of what exceeds ``bare`` in a round; interval likewise.
+    """Return the ratio of the median times in excess of ``bare``, with its bootstrap interval.
 
-    Not the median of ratios: a difference may be near zero in a single round.
+    This is not the median of ratios, because a difference may be near zero in a single round.
     """
     return _bootstrap(
         lambda rounds: _median(rounds[0] - rounds[2]) / _median(rounds[1] - rounds[2]),
@@ -69,9 +69,9 @@ def overhead_ratio(
 
 
 def _bootstrap(statistic: Callable[[Tensor], Tensor], *samples: Sequence[float]) -> Ratio:
-    """A statistic of samples that belong together by round, with its interval.
+    """Return a statistic of samples that are paired by round, with its interval.
 
-    ``statistic`` takes ``(samples, ..., rounds)`` to ``(...)``.
+    ``statistic`` reduces tensors of shape ``(samples, ..., rounds)`` to ``(...)``.
     """
     values = torch.tensor(samples, dtype=torch.float64)
     count = values.shape[1]

@@ -1,7 +1,7 @@
-"""Processes that end in time, with all that they started.
+"""Run processes with a time limit, and end them together with all processes that they started.
 
-Used by whatever must go on when one of its parts hangs: a rank that waits for another forever, or
-a device that never answers.
+For callers that must continue when a part hangs: a rank that waits forever for another rank, or a
+device that does not respond.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-# Asked to end, pytest still writes its reports; whoever does not within this time is killed.
+# After an interrupt, pytest still writes its reports. A process that takes longer is killed.
 GRACE = 5.0
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -37,19 +37,19 @@ def run(
 ) -> list[int | None]:
     """Run a command, or one copy of it per rank, for at most ``limit`` seconds.
 
-    Every process leads a process group of its own. It is interrupted when its time is over or when
-    another rank has failed, which would leave it waiting, and its group is killed :data:`GRACE`
-    seconds later. What has left the group (``start_new_session``) must see to its own end. On Linux
-    the processes are killed too when this one dies.
+    Every process leads a separate process group. It is interrupted when its time is over, or when
+    another rank has failed, for which it would wait forever. Its group is killed :data:`GRACE`
+    seconds later. Processes that left the group (``start_new_session``) must end themselves. On
+    Linux, the processes are also killed when this process dies.
 
     Args:
-        output: takes what the processes print, stdout and stderr alike.
-        ranks: how many, with the environment that torchrun would give them; ``None`` for a
-            command that is no rank.
-        environment: beyond that of this process.
+        output: receives stdout and stderr of the processes.
+        ranks: number of ranks, which get the environment variables of torchrun; ``None`` for a
+            command that is not a rank.
+        environment: additional environment variables.
 
     Returns:
-        The exit statuses, negative for signals; ``None`` for what had to be interrupted.
+        The exit statuses, negative for signals; ``None`` for processes that had to be interrupted.
     """
     end = time.monotonic() + limit
     processes: list[subprocess.Popen[bytes]] = []
@@ -79,7 +79,7 @@ def run(
 def read(
     command: Sequence[str], limit: float, aloud: bool = True, **more: Any
 ) -> tuple[list[int | None], str]:
-    """The same, and what the processes have printed, which ``aloud`` is printed as it comes."""
+    """Like :func:`run`, but also return the output. With ``aloud``, print it as it arrives."""
     reading, writing = os.pipe()
     lines: list[str] = []
 
@@ -93,18 +93,18 @@ def read(
     reader.start()
     with os.fdopen(writing, "wb") as output:
         codes = run(command, limit, output, **more)
-    reader.join(5)  # not forever: what has left its process group may hold the pipe open
+    reader.join(5)  # with a limit: a process outside the group may hold the pipe open
     return codes, "".join(lines)
 
 
 def run_ranks(ranks: int, *arguments: object, limit: float = 1200.0) -> Any:
-    """Run this process's script once a rank, with ``arguments`` and ``--out FILE``.
+    """Run this process's script once per rank, with ``arguments`` and ``--out FILE``.
 
     Returns:
-        the JSON that is in the file.
+        The JSON content of the file.
 
     Raises:
-        SystemExit: a rank failed or took longer than ``limit`` seconds; with what all printed.
+        SystemExit: a rank failed or exceeded ``limit`` seconds; with the output of all ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "result", Path(folder) / "log"
@@ -117,7 +117,7 @@ def run_ranks(ranks: int, *arguments: object, limit: float = 1200.0) -> Any:
 
 
 def _environments(ranks: int | None) -> list[dict[str, str]]:
-    """What torchrun would set. Its own rendezvous needs a host name that resolves."""
+    """Return torchrun's variables. Its own rendezvous needs a host name that resolves."""
     if ranks is None:
         return [{}]
     with socket.socket() as probe:
@@ -137,9 +137,9 @@ def _environments(ranks: int | None) -> list[dict[str, str]]:
 
 
 def _can_be_ended() -> None:
-    """In a process that is about to become another program."""
-    # What is ignored here stays ignored there: this process may be a shell's background job. (Not
-    # so SIGHUP, which nothing here sends: whoever wants it ignored shall have that.)
+    """Between fork and exec: restore SIGINT, and on Linux let the process die with its parent."""
+    # Ignored signals stay ignored after exec, and this process may be a background job of a shell.
+    # SIGHUP stays ignored if the user ignores it; nothing here sends it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -155,7 +155,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait(max(0.0, deadline - time.monotonic()))
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # also what outlived its leader
-        # Not forever: what hangs in a driver's call cannot be killed before that returns.
+            os.killpg(process.pid, signal.SIGKILL)  # also processes that outlived the leader
+        # With a limit: a process in a driver call is killed only when the call returns.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)

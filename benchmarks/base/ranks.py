@@ -16,16 +16,16 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others."""
+    """This process's rank in the process group."""
 
     rank: int
     world_size: int
     device: torch.device
     backend: str
-    share_device: bool = False  # several ranks take turns on one GPU, so that times say little
+    share_device: bool = False  # several ranks take turns on one GPU, so their times mean little
 
     def barrier(self) -> None:
-        """Wait for the other ranks, and for this device to be idle."""
+        """Wait until all ranks are here and this device is idle."""
         if self.backend == "nccl":
             dist.barrier(device_ids=[self.device.index])
         else:
@@ -33,7 +33,7 @@ class Ranks:
         self.synchronize()
 
     def timed(self, call: Callable[[], object]) -> float:
-        """Seconds of a call, from a barrier until this rank's device is idle; collective."""
+        """Return the seconds of a call, from a barrier until the device is idle; collective."""
         self.barrier()
         start = time.perf_counter()
         call()
@@ -41,21 +41,21 @@ class Ranks:
         return time.perf_counter() - start
 
     def agreed(self, answer: bool) -> bool:
-        """What rank 0 answers; collective."""
+        """Return rank 0's answer; collective."""
         answers = torch.tensor(answer, device=self.device)
         dist.broadcast(answers, src=0)
         return bool(answers)
 
     def gathered(self, found: Any) -> list[Any]:
-        """What each rank has found; collective."""
+        """Return the values of all ranks; collective."""
         everybody: list[Any] = [None] * self.world_size
         dist.all_gather_object(everybody, found)
         return everybody
 
     def slowest(self, seconds: dict[str, list[float]]) -> dict[str, list[float]]:
-        """Rounds of this rank by name, and those of all: a round takes as long as its slowest rank.
+        """Return the times of the slowest rank in each round, by name; collective.
 
-        Collective.
+        ``seconds`` are the rounds of this rank.
         """
         everybody = self.gathered(seconds)
         return {
@@ -70,21 +70,21 @@ class Ranks:
 
 
 def on_one_card(host: str) -> dict[str, str]:
-    """Environment variables of a rank that shares its card; ``host`` is unique to it.
+    """Return environment variables for a rank that shares its GPU; ``host`` is unique to the rank.
 
-    NCCL refuses two ranks of one host on one device. It takes ranks with different ``NCCL_HOSTID``
-    for different hosts, which talk through sockets.
+    NCCL rejects two ranks of one host on the same device. It treats ranks with different
+    ``NCCL_HOSTID`` as ranks of different hosts, which communicate through sockets.
     """
     return {
         "NCCL_HOSTID": host,
         "NCCL_DEBUG": "WARN",
-        # From 2.30 on NCCL compares cards, whatever the host; earlier ones do not know this.
+        # From version 2.30 on, NCCL compares devices across hosts; earlier versions ignore this.
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
         "NCCL_IB_DISABLE": "1",
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_NVLS_ENABLE": "0",
         "NCCL_MNNVL_ENABLE": "0",
-        # Few blocks, one algorithm: a rank's kernels must be able to run while others wait.
+        # Few blocks and one algorithm: a rank's kernels must be able to run while others wait.
         "NCCL_ALGO": "Ring",
         "NCCL_PROTO": "Simple",
         "NCCL_MAX_CTAS": "2",
@@ -93,11 +93,11 @@ def on_one_card(host: str) -> dict[str, str]:
 
 @contextmanager
 def process_group(backend: str | None) -> Iterator[Ranks]:
-    """Join the ranks that torchrun started; leave them at the end.
+    """Join the ranks that torchrun started, and leave the group at the end.
 
     Args:
-        backend: ``"nccl"`` puts models on CUDA devices, any other on the CPU. ``None``: NCCL where
-            torch sees a CUDA device, else gloo. CPU ranks get one thread each.
+        backend: ``"nccl"`` puts models on CUDA devices, other backends on the CPU. ``None`` selects
+            NCCL if torch sees a CUDA device, otherwise gloo. CPU ranks get one thread each.
     """
     if "RANK" not in os.environ:
         raise SystemExit(
@@ -121,8 +121,8 @@ def process_group(backend: str | None) -> Iterator[Ranks]:
     ranks = Ranks(rank, dist.get_world_size(), device, backend, share_device)
     try:
         yield ranks
-        # The last collective is one without tensors of Python's: a thread of gloo's that lets go of
-        # such a tensor while the interpreter ends aborts the process (pytorch/pytorch#190489).
+        # End with a collective without Python tensors: if a gloo thread releases such a tensor
+        # while the interpreter exits, the process aborts (pytorch/pytorch#190489).
         ranks.barrier()
     finally:
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""Result files, read in one way by tables, plots and verdicts. Needs no torch.
+"""Result files, read in the same way by tables, plots and verdicts. Needs no torch.
 
-A file is read as :class:`Record` objects, whose names are those that stand in it.
+A file is read as :class:`Record` objects, whose attributes have the names in the file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Record(dict[str, Any]):
-    """An object of a file, with its names as attributes. What the file lacks is ``None``."""
+    """A JSON object whose keys are attributes. Missing keys are ``None``."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -21,7 +21,7 @@ class Record(dict[str, Any]):
 
 
 def interval(ratio: Any) -> str:
-    """Of a ratio with ``low`` and ``high``, the ends of its 95% interval."""
+    """Format the ends of the 95% interval of a ratio with ``low`` and ``high``."""
     return f"{ratio.low:.3f} to {ratio.high:.3f}"
 
 
@@ -29,7 +29,7 @@ class Result:
     """A result file.
 
     Attributes:
-        content: as :class:`Record` objects, of what may also be no JSON yet.
+        content: the content as :class:`Record` objects; it need not have been written as JSON yet.
     """
 
     def __init__(self, content: Any) -> None:
@@ -37,7 +37,7 @@ class Result:
 
     @property
     def source(self) -> str:
-        """Where it comes from, in a line: machine, versions, commit, date, load."""
+        """The origin of the file in one line: machine, versions, commit, date, load."""
         facts = self.content.machine
         tree = facts.tritonddp
         commit = (tree.commit or "no git")[:10] + (" with changes" if tree.dirty else "")
@@ -50,23 +50,23 @@ class Result:
 
     @property
     def models(self) -> dict[str, Record]:
-        """Of steps, by name; ``error`` says why one was not timed.
+        """Results of steps by model name; ``error`` says why a model was not timed.
 
-        ``compared`` are its comparisons of ours with stock's best (see ``step/comparison.py``);
-        ``rounds`` are those of all builds together.
+        ``compared`` holds the comparisons of ours with the best stock configuration (see
+        ``step/comparison.py``); ``rounds`` counts the rounds of all builds together.
         """
         return {name: _model(name, one) for name, one in (self.content.models or {}).items()}
 
     @property
     def compared(self) -> list[Record]:
-        """All comparisons of all models, each with its ``model`` and the ``name`` of that."""
+        """All comparisons of all models, each with its ``model`` and the model's ``name``."""
         return [
             Record(one, model=model) for model in self.models.values() for one in model.compared
         ]
 
     @property
     def lines(self) -> list[Record]:
-        """Of network.py."""
+        """Results of network.py."""
         return [
             Record(one, rate=show_rate(one.rate_bits_per_s), compared=[*_compared(one.comparisons)])
             for one in self.content.results or ()
@@ -74,23 +74,23 @@ class Result:
 
     @property
     def rows(self) -> list[Record]:
-        """Of kernels and the host, in the form of pytest-benchmark."""
+        """Results of kernels and the host, in the format of pytest-benchmark."""
         return [Record(row.extra_info, group=row.group) for row in self.content.benchmarks]
 
     def part(self, name: str) -> Result | None:
-        """What a part of `make gpu` has found; ``None`` if nothing."""
+        """Return the result of a part of `make gpu`; ``None`` if there is none."""
         found = (self.content.parts.get(name) or Record()).result
         return None if found is None else Result(found)
 
     @property
     def steps(self) -> dict[str, Result]:
-        """Of `make gpu`, by part: steps beside stock's."""
+        """Steps compared with stock, by part of `make gpu`."""
         parts = {name: self.part(name) for name in self.content.parts if is_step(name)}
         return {name: each for name, each in parts.items() if each is not None}
 
 
 def is_step(part: str) -> bool:
-    """Whether a part of `make gpu` measures steps beside stock's: not graphs, nor what compiles."""
+    """Return True if a part of `make gpu` times eager steps and compares them with stock."""
     others = ("variants", "graphs", "compiled", "training", "simulated", "cards", "bus")
     family, _, name = part.partition("-")
     return part == "host-steps" or (family == "step" and name.split("-")[0] not in others)
@@ -98,37 +98,37 @@ def is_step(part: str) -> bool:
 
 def _model(name: str, content: Record) -> Record:
     compared = [Record(one, name=name) for one in _compared(content.comparisons or Record())]
-    # What has no figures is shown as nothing, not as an error.
+    # Show missing figures as empty, not as an error.
     empty = ("seconds", "step_seconds", "overhead_seconds", "exposed_seconds", "wire_bytes")
     more = {"compared": compared, "rounds": rounds_of(content)}
     return Record({**{each: Record() for each in (*empty, "launches")}, **content, **more})
 
 
 def _compared(found: Record) -> Iterator[Record]:
-    for family, one in found.items():  # a file may not name the contender
+    for family, one in found.items():  # the file may not name the contender
         contender = "ours views" if family == "views" else "ours"
         yield Record({"gradients": family, "contender": contender, **one})
 
 
 def rounds_of(model: Mapping[str, Any]) -> int:
-    """Of all builds together; each configuration has had as many."""
+    """Return the number of rounds of all builds together; the same for each configuration."""
     raw = model.get("raw_seconds_per_rank")
     return sum(map(len, next(iter(raw[0].values())))) if raw else 0
 
 
-# Of a machine's folder, by file name without ending.
+# Results in the folder of one machine, by file name without extension.
 Results = Mapping[str, Result]
 
 
 def load(folder: Path, machine: str | None = None, but: str = "local") -> dict[str, Results]:
-    """Of each machine its result files, by name without ending.
+    """Return the result files of each machine, by file name without extension.
 
     Args:
-        folder: with a folder for each machine.
-        machine: only this; else all but ``but``.
+        folder: contains one folder per machine.
+        machine: read only this machine; by default all except ``but``.
 
     Raises:
-        ValueError: a file is no JSON.
+        ValueError: a file is not JSON.
     """
     results: dict[str, dict[str, Result]] = {}
     for path in sorted(folder.glob(f"{machine or '*'}/*.json")):

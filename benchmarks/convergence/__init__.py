@@ -1,1 +1,1 @@
-"""What becomes of the loss if fewer bytes are sent?"""
+"""How does sending fewer bytes affect the loss?"""

@@ -2,10 +2,10 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/convergence/convergence.py [--out FILE]
 
-All wires of a seed train side by side in one process group: with the same start, batches and
-schedule, so that they differ by the wire alone. The task is made for error feedback, see
-:class:`Opposed`. After every step all parameters are compared between the ranks, bit for bit; the
-first that differs ends the run with an error. On the CPU.
+All wire formats of a seed train together in one process group, with the same initial parameters,
+batches and schedule, so that only the wire format differs. The task is designed to need error
+feedback, see :class:`Opposed`. After every step, all parameters are compared bitwise between the
+ranks; the first difference ends the run with an error. Runs on the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, not an installed version
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 import torch
@@ -34,8 +34,8 @@ from benchmarks.report import tables
 from benchmarks.report.table import text
 from tritonddp import DistributedDataParallel, Int8
 
-# By name, what the constructor is given. The others are compared with the first. (Ranks of one host
-# would send nothing through memory, and what is sent is counted.)
+# Constructor arguments by name. All others are compared with the first. The process group is used
+# because ranks of one host would exchange through memory, and sent bytes are counted.
 WIRES: dict[str, dict[str, Any]] = {
     "fp32": {"transport": "process_group"},
     "bf16": {"reduce_dtype": torch.bfloat16, "transport": "process_group"},
@@ -48,11 +48,12 @@ NAME, STEPS, LR, MOMENTUM = "opposed", 600, 0.05, 0.9
 class Opposed(nn.Sequential):
     """N x 1 x 8 x 8 pixels to N x 10 logits.
 
-    To each gradient a rank with an even number adds a fixed one, which the next rank subtracts:
-    ``PULL`` times a normal variable in each element. In the mean over the ranks it is gone, and
-    nothing is different in fp32; but what a rank sends is thousands of times what counts of it,
-    and rounding is relative to what is sent. (That is the textbook case against compression
-    without feedback: Beznosikov et al., On Biased Compression for Distributed Learning, 2020.)
+    Ranks with an even number add a fixed gradient to each gradient, and the next rank subtracts it:
+    ``PULL`` times a normal variable in each element. It cancels in the mean over the ranks, so in
+    fp32 it changes nothing. But the values that a rank sends are thousands of times larger than the
+    useful gradient, and the rounding error is relative to the sent values. This is the textbook
+    case against compression without feedback: Beznosikov et al., On Biased Compression for
+    Distributed Learning, 2020.
     """
 
     PULL = 30.0
@@ -69,17 +70,17 @@ class Opposed(nn.Sequential):
 
 @dataclass
 class Contender:
-    """What one wire makes of one seed.
+    """Training with one wire format from one seed.
 
     Attributes:
-        sent_bytes: of a rank in the last step, see
+        sent_bytes: bytes sent by a rank in the last step, see
             :class:`tritonddp.coordination.counters.Counters`.
     """
 
     ddp: Any
     optimizer: Any
     schedule: Any
-    loss: float = 0.0  # on the held-out data, in nats per target, at the end
+    loss: float = 0.0  # final loss on held-out data, in nats per target
     sent_bytes: int = 0
 
     @classmethod
@@ -108,10 +109,10 @@ def main() -> None:
             "batch_size": task.batch_size,
             "optimizer": f"SGD with momentum, {LR:g}",
             "held_out_targets": task.held_out_targets.numel(),
-            "same_bits_after_steps": steps * len(options.seeds),  # of each wire; else it has ended
+            "same_bits_after_steps": steps * len(options.seeds),  # otherwise the run has ended
             "sent_bytes": {wire: by_seed[0][wire].sent_bytes for wire in WIRES},
             "comparisons": compared(losses),
-            "losses": losses,  # wire, seed
+            "losses": losses,  # by wire and seed
         }
         output.write({"tasks": {NAME: found}})
         output.say(*text(tables.convergence(output.only("tasks", NAME))))
@@ -119,13 +120,13 @@ def main() -> None:
 
 
 def compared(finals: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
-    """Final losses of all wires, by seed, against those of the first wire.
+    """Compare the final losses of all wires, by seed, with the losses of the first wire.
 
     Returns:
-        By wire the final losses' ``mean``, ``low`` and ``high`` over the seeds, their
-        ``differences`` from the first wire's with the same seed, and the ``verdict``: whether the
-        mean lies ``"within"`` the first wire's losses of all seeds, ``"below"`` or ``"above"``
-        them. A mean that is no number is above.
+        For each wire: ``mean``, ``low`` and ``high`` of its final losses over the seeds, the
+        ``differences`` from the first wire with the same seed, and the ``verdict``: whether the
+        mean is ``"within"`` the range of the first wire's losses over all seeds, ``"below"`` it or
+        ``"above"`` it. A NaN mean counts as above.
     """
     first, reference = next(iter(finals.items()))
 
@@ -147,10 +148,10 @@ def compared(finals: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]
 
 
 def train(task: Task, seed: int, steps: int, ranks: Ranks) -> dict[str, Contender]:
-    """Train all wires side by side.
+    """Train all wires together.
 
     Raises:
-        RuntimeError: after some step a parameter is not the same on all ranks.
+        RuntimeError: after a step, a parameter differs between ranks.
     """
     contenders = {wire: Contender.of(wire, seed, steps) for wire in WIRES}
     batches = shards(len(task.inputs), task.batch_size, ranks.rank, ranks.world_size, seed)

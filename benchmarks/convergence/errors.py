@@ -2,15 +2,14 @@
 
     torchrun --standalone --nproc-per-node 4 benchmarks/convergence/errors.py [--out FILE]
 
-All wires of a seed train side by side: same start, same batches, same schedule. In each step the
+All wires of a seed train together: same initial parameters, batches and schedule. In each step the
 local gradients of every wire are also averaged in fp32. The relative error of a wire compares its
-averaged gradient with that mean, so wires that have drifted apart are still measured at their own
-parameters. The measure is that of LoongForge#231.
+averaged gradient with that mean, so wires whose parameters have drifted apart are still measured at
+their own parameters. LoongForge#231 defines the measure.
 
-*Two levels* need several ranks on each of several hosts. The ranks of this machine take the names
-of two hosts: gloo carries what hosts exchange, memory what ranks of one host exchange. *Everything*
-quantizes parameters of one dimension and embeddings too, which the package has no option for. On
-the CPU.
+*Two levels* need several ranks on each of several hosts. The ranks of this machine pretend to be on
+two hosts: hosts exchange through gloo, ranks of a host through memory. *Everything* also quantizes
+one-dimensional parameters and embeddings, for which the package has no option. Runs on the CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from statistics import mean
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, not an installed version
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 import torch
@@ -51,7 +50,7 @@ MODEL = {"width": 64, "depth": 2, "heads": 4}
 
 
 def nothing(name: str, param: Tensor) -> bool:
-    """Value of ``Int8.exact`` that :func:`quantizing_everything` recognizes."""
+    """Mark a wrapper for :func:`quantizing_everything`, as its ``Int8.exact``."""
     return False
 
 
@@ -76,13 +75,13 @@ WIRES: dict[str, dict[str, Any]] = {
 
 
 def on_two_hosts() -> Any:
-    """Context: the first half of the ranks is on one host, the other half on another one."""
+    """Return a context in which the two halves of the ranks are on different hosts."""
     host = 2 * dist.get_rank() // dist.get_world_size()
     return mock.patch.object(connect, "_host", return_value=f"host {host}")
 
 
 def quantizing_everything() -> Any:
-    """Context: a wrapper whose ``Int8.exact`` is :func:`nothing` has no exact parameters."""
+    """Return a context in which wrappers with ``Int8.exact=nothing`` have no exact parameters."""
     find = ExactParams.find
 
     def found(self: ExactParams, names: Sequence[str], params: Sequence[Tensor]) -> list[bool]:
@@ -93,19 +92,19 @@ def quantizing_everything() -> Any:
 
 @dataclass(frozen=True)
 class Found:
-    """What one wire made of one seed."""
+    """Results of one wire with one seed."""
 
-    errors: dict[str, float]  # means over the steps, of the gradient and of its tensors; of the sum
-    loss: float  # on the held-out data, in nats per character, at the end
-    sent_bytes: int  # of a rank in the last step
+    errors: dict[str, float]  # means over steps: of the gradient and of its tensors; of the sum
+    loss: float  # final, on held-out data, in nats per character
+    sent_bytes: int  # by one rank in the last step
     parameters: int
 
 
 class Contender:
-    """One wire in the training of one seed.
+    """Training with one wire from one seed.
 
     Attributes:
-        local: the last local gradients, all in one row, in the order of the parameters.
+        local: the last local gradients as one vector, in the order of the parameters.
     """
 
     def __init__(self, wire: str, seed: int, steps: int, group: dist.ProcessGroup) -> None:
@@ -120,7 +119,7 @@ class Contender:
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=LR)
         self.schedule = warmup_and_cosine(self.optimizer, steps)
         self._errors: list[tuple[float, float]] = []
-        self._sums = torch.zeros(2, len(self.local))  # over the steps: of errors, of gradients
+        self._sums = torch.zeros(2, len(self.local))  # sums over the steps: errors, gradients
         self._sent_bytes = 0
 
     @staticmethod
@@ -184,7 +183,7 @@ def main() -> None:
                 "sent_bytes": {wire: by_seed[0][wire].sent_bytes for wire in options.wires},
                 "errors": {wire: [each[wire].errors for each in by_seed] for wire in options.wires},
                 "comparisons": compared(losses),
-                "losses": losses,  # wire, seed
+                "losses": losses,  # by wire and seed
             }
             output.write({"tasks": {NAME: found}})
         output.say(*text(tables.errors(output.only("tasks", NAME))))
@@ -194,12 +193,12 @@ def main() -> None:
 def train(
     task: Task, seed: int, steps: int, wires: Sequence[str], ranks: Ranks
 ) -> dict[str, Found]:
-    """Train all wires side by side.
+    """Train all wires together.
 
     Raises:
-        RuntimeError: at the end a parameter is not the same on all ranks.
+        RuntimeError: at the end, a parameter differs between ranks.
     """
-    # Two levels: connections belong to a group, and are made in its first steps.
+    # Two levels: connections belong to a group, and are created in its first steps.
     group = dist.new_group()
     contenders = {wire: Contender(wire, seed, steps, group) for wire in wires}
     batches = shards(len(task.inputs), BATCH, ranks.rank, ranks.world_size, seed)

@@ -1,1 +1,1 @@
-"""What does an option cost, and does it do what it promises?"""
+"""What does an option cost, and does it work as documented?"""

@@ -4,12 +4,12 @@
         [--only OPTIMIZER] [--rounds N] [--out FILE]
 
 An MLP of 25 million parameters on two ranks over gloo, with AdamW and with Muon. *replicated*: this
-package's wrapper, each rank steps all parameters. *sharded*: its ZeroRedundancyOptimizer. *torch*:
-torch's of that name, with stock DDP. All are timed in turns, in the same processes: the backward
-with the forward before it, and the step with its exchange.
+package's wrapper; each rank steps all parameters. *sharded*: its ZeroRedundancyOptimizer. *torch*:
+torch's ZeroRedundancyOptimizer with stock DDP. All are timed in turns, in the same processes: the
+forward with the backward, and the optimizer step with its exchange.
 
-The ranks are on this ``host``, or on two hosts (namespaces.py) with a ``line`` of ``--rate`` bit/s,
-whose interfaces count the bytes of a step.
+The ranks are on this ``host``, or on two hosts (namespaces.py) connected by a ``line`` of
+``--rate`` bit/s, whose interfaces count the bytes of a step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel as Stock
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, not an installed version
 
 from benchmarks.base import command, machine, processes
 from benchmarks.base.command import Output
@@ -42,12 +42,12 @@ from benchmarks.report.table import Table, ms, text
 from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer
 
 LAYERS, WIDTH, BATCH = 6, 2041, 16  # 25 million parameters, all of them matrices
-LIMIT = 900.0  # seconds, of the ranks
-COUNTED = 10  # steps whose bytes are counted
+LIMIT = 900.0  # seconds, for the ranks
+COUNTED = 10  # number of steps whose bytes are counted
 OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {"AdamW": (torch.optim.AdamW, {"lr": 1e-3})}
 if hasattr(torch.optim, "Muon"):
     OPTIMIZERS["Muon"] = torch.optim.Muon, {"lr": 1e-3}
-# Of which two ways, and of which seconds.
+# The two configurations of each ratio, and which time it compares.
 RATIOS = {
     "step, sharded / replicated": ("sharded", "replicated", "step"),
     "whole, sharded / replicated": ("sharded", "replicated", "whole"),
@@ -57,7 +57,7 @@ PARTS = "step", "whole"
 
 
 class Training:
-    """Steps of a wrapped net."""
+    """Steps of a wrapped network."""
 
     def __init__(self, wrap: Any, optimize: Any) -> None:
         torch.manual_seed(0)
@@ -69,7 +69,7 @@ class Training:
         self.inputs = torch.randn(BATCH, WIDTH)
 
     def seconds(self) -> dict[str, float]:
-        """Of one step, on this rank, until all ranks are through each of its parts."""
+        """Return the seconds of each part of one step, until all ranks have completed the part."""
         dist.barrier()
         begin = time.perf_counter()
         self.model(self.inputs).square().mean().backward()
@@ -82,7 +82,7 @@ class Training:
         return {"step": end - between, "whole": end - begin}
 
     def step_nbytes(self) -> float:
-        """That the interfaces of all hosts send in a step."""
+        """Return the bytes that the interfaces of all hosts send in one step."""
         self.seconds()
         before = tx_bytes()
         for _ in range(COUNTED):
@@ -92,14 +92,14 @@ class Training:
         return float(sent)
 
     def state_nbytes(self) -> int:
-        """Of the optimizer state of this rank."""
+        """Return the bytes of this rank's optimizer state."""
         optimizer = getattr(self.optimizer, "optim", self.optimizer)
         values = (value for state in optimizer.state.values() for value in state.values())
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def ways_of(kind: Any, defaults: dict[str, float]) -> dict[str, Any]:
-    """What makes each :class:`Training`."""
+    """Return a factory of each :class:`Training`, by name."""
     plain = partial(kind, **defaults)
     ours = partial(ZeroRedundancyOptimizer, optimizer_class=kind, **defaults)
     theirs = partial(TorchZero, optimizer_class=kind, **defaults)
@@ -111,7 +111,7 @@ def ways_of(kind: Any, defaults: dict[str, float]) -> dict[str, Any]:
 
 
 def of_ranks(options: argparse.Namespace) -> None:
-    """What each of the two ranks does."""
+    """Run as one of the two ranks."""
     result: dict[str, Any] = {}
     with process_group("gloo") as ranks:
         for name, (kind, defaults) in OPTIMIZERS.items():
@@ -119,7 +119,7 @@ def of_ranks(options: argparse.Namespace) -> None:
                 continue
             ways = {way: make() for way, make in ways_of(kind, defaults).items()}
             timed = {way: each.seconds for way, each in ways.items()}
-            # Discarded: in the first ones buckets are made anew, and ranks connect.
+            # The first rounds are discarded: buckets are rebuilt, and ranks connect.
             rounds = interleaved(timed, range(-5, options.rounds))
             times = {
                 part: {way: [each[part] for each in found] for way, found in rounds.items()}
@@ -139,7 +139,7 @@ def of_ranks(options: argparse.Namespace) -> None:
 
 
 def on_two_hosts(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
-    """What the ranks have found, behind lines of a rate."""
+    """Run the ranks on two hosts, connected by a line of limited rate. Return their results."""
     with tempfile.TemporaryDirectory() as folder, network(2, rate=options.rate) as hosts:
         out = Path(folder) / "result.json"
         line = [sys.executable, __file__, *arguments, "--over", "line", "--out", str(out)]

@@ -1,1 +1,1 @@
-"""Everything that needs a GPU, in one command."""
+"""All measurements and tests that need a GPU, in one command."""

@@ -2,26 +2,26 @@
 
     python benchmarks/gpu/gpu.py [--out FOLDER] [--only PART ...] [--rehearse]
 
-Each part is a process, or one a rank, with a time limit, in the order of what a user came for: the
-machine, a minute of tests of what all else needs, free-running training steps beside stock's (and
-with the exchange of 8 ranks SIMULATED, or on 2, 4 and 8 cards if there are so many), the host, two
-ranks on one card, kernels, and the rest of the tests. A part that fails, hangs or crashes is ended
-with all it started, and the others go on. Time that a part leaves is the next one's. Each part's
-result is written as soon as it ends, to a file of its own and to that of all, so that whatever cuts
-the run off leaves what was measured. Plots come last, and a summary:
-step times first, then how each part ended.
+Each part is a process, or one process per rank, with a time limit. The most interesting parts come
+first: the machine, a minute of basic tests, free-running training steps compared with stock (also
+with a SIMULATED exchange of 8 ranks, or on 2, 4 and 8 GPUs if there are so many), the host, two
+ranks on one GPU, kernels, and the remaining tests. A part that fails, hangs or crashes is ended
+with all processes that it started, and the other parts run. Unused time of a part goes to the next
+part. The result of each part is written as soon as it ends, to a separate file and to the combined
+file, so an interrupted run keeps its measurements. Plots come last, and a summary: step times
+first, then the outcome of each part.
 
 ``--only step`` runs all parts that measure steps.
 
-Tests need pytest, and kernels pytest-benchmark too; the rest only torch and Triton. Nothing is
-downloaded.
+Tests need pytest, and kernels also pytest-benchmark; the rest needs only torch and Triton. Nothing
+is downloaded.
 
-``--rehearse`` runs all of it, small, on the recorded device (``tests/recording``), where there is
-no GPU: what cannot run on a GPU for a mistake in Python fails there too. Its figures mean nothing.
+``--rehearse`` runs everything with small sizes on the recorded device (``tests/recording``),
+without a GPU. It finds the Python errors that would occur on a GPU. Its figures mean nothing.
 
-The exit status is 0 if no test and no part failed, whatever was measured; what cannot run here
-(NCCL takes no second rank on a card) is reported and is no failure, but for
-a rehearsal.
+The exit status is 0 if no test and no part failed, regardless of the results. A part that cannot
+run here (for example because NCCL rejects two ranks on one GPU) is reported, and counts as a
+failure only in a rehearsal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, not an installed version
 
 from benchmarks.base import deadline, processes
 from benchmarks.base.results import Result
@@ -49,14 +49,14 @@ from benchmarks.report import tables
 from benchmarks.report.table import Blocks, text
 
 BENCHMARKS = Path(__file__).parents[1]
-# Seconds from the start to the end of the last part, no less than the sum of all limits. What is
-# left of ten minutes is for ending a part that had to be interrupted, and for the plots.
+# Seconds from the start to the end of the last part; at least the sum of all limits. The rest of
+# ten minutes is for ending a part that had to be interrupted, and for the plots.
 BUDGET = 540.0
 PLOTS = 20.0
-# Of a part's limit: benchmarks that take as many rounds as they have time for should end by then.
+# Share of a part's limit after which benchmarks should start no more rounds.
 IN_TIME = 0.85
 
-# By part, what its result is shown as.
+# The table for the result of each part.
 _TABLES: dict[str, Callable[[Result], Blocks]] = {
     "step-training": tables.training,
     "step-simulated": tables.training,
@@ -70,28 +70,28 @@ class Report:
     def __init__(self, path: Path, facts: dict[str, Any], rehearsal: bool, end: float) -> None:
         self.path = path
         self.end = end
-        self.later = 0.0  # seconds that the parts to come may take
+        self.later = 0.0  # sum of the limits of the parts that have not run yet, in seconds
         self.content: dict[str, Any] = {
             "benchmark": "gpu",
             "machine": facts,
-            "rehearsal": rehearsal,  # without a GPU: no figure means anything
+            "rehearsal": rehearsal,  # without a GPU: figures mean nothing
             "parts": {},
         }
 
     def run(self, part: Part) -> None:
-        """Run a part and write down what came of it."""
+        """Run a part, and record its outcome."""
         left = self.end - time.monotonic() - self.later
         limit = max(0.0, min((6 if self.content["rehearsal"] else 2) * part.limit, left))
         print(f"\n--- {part.name}: {part.title} (at most {limit:.0f} s)", flush=True)
         start = time.monotonic()
         try:
             outcome = _outcome(part, limit)
-        except Exception as error:  # in reading a result: the other parts are worth more than it
+        except Exception as error:  # an unreadable result must not stop the other parts
             outcome = Outcome("failed", f"{type(error).__name__}: {error}")
         self.add(part, outcome, time.monotonic() - start)
 
     def add(self, part: Part, outcome: Outcome, seconds: float) -> None:
-        """Write down what came of a part, and say it."""
+        """Record and print the outcome of a part."""
         self.content["parts"][part.name] = {
             "title": part.title,
             "status": outcome.status,
@@ -112,12 +112,12 @@ class Report:
 def _write(path: Path, content: Any) -> None:
     from benchmarks.base.machine import (
         write_json,
-    )  # needs torch, which _facts has shown to be there
+    )  # needs torch, which _facts has found
 
     write_json(path, content)
 
 
-# Imports torch, Triton and the package, and asks the device what it is.
+# Imports torch, Triton and the package, and queries the device.
 DESCRIBE = Part(
     *("describe", "the machine", 21, 8),
     command=(sys.executable, str(BENCHMARKS / "base" / "machine.py")),
@@ -137,7 +137,7 @@ def main() -> int:
         print(f"make gpu: nothing was run: {why} ({sys.executable})", file=sys.stderr)
         return 2
     path = _result_path(options.out, facts, options.rehearse)
-    # A rehearsal is no race: it may share its cores with other tests.
+    # A rehearsal may share its cores with other tests.
     patience = 4 if options.rehearse else 1
     report = Report(path, facts, options.rehearse, start + patience * options.budget)
     report.add(DESCRIBE, Outcome("ok"), time.monotonic() - start)
@@ -151,16 +151,16 @@ def main() -> int:
             report.later = sum(each.limit for each in plan[number + 1 :])
             report.run(part)
         _draw(report.path)
-    finally:  # also when the run is cut off
+    finally:  # also after an interrupt
         print("\n" + "\n".join(summary(report.content)))
         print(f"written to {report.path}", flush=True)
-    # In a rehearsal nothing is missing but the GPU.
+    # A rehearsal has all requirements except the GPU.
     fine = ("ok",) if options.rehearse else ("ok", "not run")
     return int(any(part["status"] not in fine for part in report.content["parts"].values()))
 
 
 def summary(content: Mapping[str, Any]) -> Iterator[str]:
-    """The lines, from what a result file says."""
+    """Yield the lines of the summary of a result file."""
     if content["rehearsal"]:
         yield "REHEARSAL without a GPU: NO FIGURE BELOW MEANS ANYTHING; estimates are of an H200."
     for name, show in _TABLES.items():
@@ -174,7 +174,7 @@ def summary(content: Mapping[str, Any]) -> Iterator[str]:
 def _shown(show: Callable[[Result], Blocks], result: Result) -> Iterator[str]:
     try:
         yield from [*text(show(result)), ""]
-    except Exception as error:  # a result of another form: nothing may stop the summary
+    except Exception as error:  # a result in an unexpected format must not stop the summary
         yield f"no table: {type(error).__name__}: {error}"
 
 
@@ -196,7 +196,7 @@ def _line(line: str) -> str:
 
 
 def _groups_in_words(result: Any) -> list[str]:
-    """What tests say of each world, or of each file."""
+    """Describe the test results of each world, or of each file."""
     if not isinstance(result, dict) or "skipped" not in result:
         return []
     whys = {group: next(iter(each)) for group, each in result["skipped"].items()}
@@ -210,7 +210,7 @@ def _counts(counts: Mapping[str, int], why: str | None) -> str:
 
 
 def is_asked_for(part: str, name: str) -> bool:
-    """Whether a part is called so, or belongs to the parts of this name: step to all steps."""
+    """Return True if ``name`` is the part or its group: ``step`` means all parts with steps."""
     return part == name or part.startswith(f"{name}-")
 
 
@@ -220,7 +220,7 @@ def _outcome(part: Part, limit: float) -> Outcome:
     missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
     if missing:
         return Outcome("not run", f"{', '.join(missing)} is not installed")
-    if part.on_one_card:  # tried by the part "probe", or now
+    if part.on_one_card:  # determined by the part "probe", or now
         why = one_card.refusal(min(limit, PROBE.limit))
         if why is not None:
             return Outcome("not run", why)
@@ -234,9 +234,9 @@ def _outcome(part: Part, limit: float) -> Outcome:
 
 
 def _facts(part: Part) -> dict[str, Any] | None:
-    """What machine.py says, in a process of its own: a sick device may hang whoever asks it.
+    """Return the facts from machine.py, read in a separate process: a faulty device may hang it.
 
-    ``None`` if torch cannot be imported, or does not answer in time.
+    Return ``None`` if torch cannot be imported or does not respond in time.
     """
     codes, text = processes.read(part.command, 2 * part.limit, aloud=False)
     if codes != [0]:
@@ -248,18 +248,18 @@ def _facts(part: Part) -> dict[str, Any] | None:
 
 
 def _prepare_environment(rehearse: bool) -> None:
-    """For all processes of all parts."""
+    """Set environment variables for all processes of all parts."""
     paths = [str(BENCHMARKS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    os.environ["PYTHONUNBUFFERED"] = "1"  # what hangs has said where it was
-    # All ranks are here, and a machine without a network has no other interface.
+    os.environ["PYTHONUNBUFFERED"] = "1"  # so that a part that hangs has printed its position
+    # All ranks are on this host. Without a network, there is no other interface.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.pop("TRITON_INTERPRET", None)
     if rehearse:
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ[REHEARSING] = "1"
-        os.environ.setdefault(one_card.ANSWER, "")  # where the part "probe" is not asked for
+        os.environ.setdefault(one_card.ANSWER, "")  # in case the part "probe" does not run
 
 
 def _draw(result: Path) -> None:
@@ -274,7 +274,7 @@ def _draw(result: Path) -> None:
 
 
 def _result_path(folder: Path | None, facts: dict[str, Any], rehearsal: bool) -> Path:
-    """``<folder>/<name of the GPU>/gpu.json``."""
+    """Return ``<folder>/<name of the GPU>/gpu.json``."""
     if folder is None:
         folder = BENCHMARKS / "results"
         if rehearsal:

@@ -1,7 +1,7 @@
-"""Two ranks over NCCL on one card: do they find each other here?
+"""Find out whether two ranks can use NCCL on one GPU of this machine.
 
-How: see :func:`benchmarks.base.ranks.on_one_card`. It is slow, but every line of the reducer runs
-as it does between two cards.
+See :func:`benchmarks.base.ranks.on_one_card` for how they do. It is slow, but every line of the
+reducer runs as it does with two GPUs.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, not an installed version
 
 from benchmarks.base import processes
 
-# The answer of `refusal`, kept for this process and those that it starts.
+# The result of `refusal`, stored for this process and its child processes.
 ANSWER = "TRITONDDP_TWO_RANKS_REFUSED"
 _SUM = "the sum over 2 ranks is right"
 _LIMIT = 40.0
 
 
 def refusal(limit: float = _LIMIT) -> str | None:
-    """Why two ranks cannot talk over NCCL on this machine; ``None`` if they can.
+    """Return why two ranks cannot use NCCL on one GPU of this machine; ``None`` if they can.
 
-    Tried once, by two processes and within ``limit`` seconds, the first time that it is asked.
+    The first call tries it with two processes, within ``limit`` seconds.
     """
     if ANSWER not in os.environ:
         os.environ[ANSWER] = _try(limit) or ""
@@ -38,9 +38,9 @@ def _try(limit: float) -> str | None:
 
 
 def answer(text: str, codes: Sequence[int | None], limit: float) -> str | None:
-    """What :func:`refusal` says of the two processes that printed ``text``.
+    """Return the result of :func:`refusal` for two processes that printed ``text``.
 
-    That is what NCCL, or else torch, said last, on one line.
+    It is the last message of NCCL, or else of torch, on one line.
     """
     if list(codes) == [0, 0] and text.count(_SUM) == 2:
         return None
@@ -55,7 +55,7 @@ def answer(text: str, codes: Sequence[int | None], limit: float) -> str | None:
 
 
 def _rank() -> None:
-    """One of the two: a small all-reduce, a large one, and a broadcast."""
+    """Run as one of the two ranks: a small all-reduce, a large one, and a broadcast."""
     import torch
     import torch.distributed as dist
 

@@ -3,25 +3,25 @@
     python benchmarks/gpu/overlap.py [--models NAME ...] [--bus 450 200 50 20 10 5 2] [--ranks 8]
         [--speed 1.0] [--out FILE]
 
-A backward makes its gradients (sizes and order of the model, in time as its layers are multiplied).
-A bucket is gathered when its last gradient is there, in the stream of the backward, which that
-delays. Its all-reduce begins when the one before it has ended, and takes LATENCY +
-2 (n - 1) / n bytes / bus. Then its gradients are copied back, after the backward and in its stream,
-unless they are views. *Exposed* is what all that adds to the bare backward. Inputs stand below.
+A backward produces gradients with the sizes and in the order of the model; the time of each follows
+from the multiplications of its layer. When the last gradient of a bucket is ready, the bucket is
+flattened in the stream of the backward, which delays the backward. Its all-reduce starts when the
+previous one has ended, and takes LATENCY + 2 (n - 1) / n bytes / bus. After the backward, its
+gradients are copied back in the same stream, unless they are views. *Exposed* is the time that all
+of this adds to the bare backward. The inputs are below.
 
-Stock copies back bucket by bucket (*each*). Ours copies back all buckets but the last behind the
-last all-reduce but one, and the last behind the last (*two*).
+Stock copies back bucket by bucket (*each*). Ours copies all buckets but the last back after the
+last all-reduce but one, and the last bucket after the last all-reduce (*two*).
 
-Wires: bf16 sends half of the bytes. int8 has an all-to-all of half the bytes of an all-reduce in
-fewer bytes, a sum, and an all-gather; the line is idle during the sum. It has its own bucket sizes,
-and sends gradients of one dimension, and of embeddings that are no head, in fp32. All kernels take
-the bytes that they read and write at MEMORY bandwidth, launches left out: taken from bandwidth, not
-measured.
+Wires: bf16 sends half of the bytes. int8 runs an all-to-all and an all-gather, each with half the
+bytes of an all-reduce, and between them a sum, during which the link is idle. It has separate
+bucket sizes, and sends one-dimensional gradients, and embeddings that are not the head, in fp32.
+The time of a kernel is the bytes that it reads and writes divided by MEMORY bandwidth, without its
+launch: this is an estimate, not a measurement.
 
-What bucket sizes are worth is decided by this; what it leaves out: the host (a bucket costs it
-120 us here and 52 in stock, on an H200), slow ranks, messages that are slower for being small (but
-in the table of sizes for int8), kernels of NCCL that take multiprocessors and bandwidth from the
-backward.
+Default bucket sizes are chosen with this model. It omits: the host (a bucket costs 120 us here and
+52 us in stock, with an H200), slow ranks, the lower bandwidth of small messages (except in the
+table of int8 sizes), and NCCL kernels that take multiprocessors and bandwidth from the backward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, not an installed version
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,8 @@ from benchmarks.report.table import text
 from tritonddp.buckets.assignment import MIB, BucketCaps
 from tritonddp.buckets.formats import ExactParams
 
-# Seconds of the unwrapped model's backward, medians of benchmarks/results/gpu-h200/gpu.json: small
-# batches, fp32. With --speed 2 all take half as long.
+# Seconds of the unwrapped model's backward: medians in benchmarks/results/gpu-h200/gpu.json, small
+# batches, fp32. With --speed 2, all take half the time.
 BACKWARD = {
     "mlp": 1.65e-3,
     "transformer": 6.08e-3,
@@ -61,30 +61,30 @@ BACKWARD = {
     "vit_b16": 19.39e-3,
     "many_small": 31.37e-3,
 }
-# Forward and backward, from the same file, without an optimizer: where wires are compared.
+# Forward and backward without an optimizer, from the same file, for comparing wires.
 STEP = {
     "resnet50": 16.88e-3,
     "vit_b16": 27.93e-3,
     "gpt2_small": 27.97e-3,
     "llama3_8b_layer": 30.31e-3,
 }
-LATENCY = 30e-6  # seconds of a collective of nothing between 8 cards, about
-MEMORY = 4.0e12  # bytes a second, read and written, of a copy on an H200
+LATENCY = 30e-6  # approximate seconds of an empty collective on 8 GPUs
+MEMORY = 4.0e12  # bytes read and written per second by a copy on an H200
 BUS = (450.0, 200.0, 50.0, 20.0, 10.0, 5.0, 2.0)  # GB/s: NVLink, PCIe, through host memory
-QUANTIZED = 1 + 4 / 256  # bytes of an element in int8, with its share of a scale
+QUANTIZED = 1 + 4 / 256  # bytes per element in int8, including its share of a scale
 
 OURS, STOCK = BucketCaps.for_nccl(), BucketCaps.of(None, None)
 OURS_INT8 = BucketCaps.of(None, None, device_type="cuda", few_bytes=True)
 WIRES = ("fp32", "bf16", "int8")
 
-# A wire pays if a step is shorter than with all wires before it by 2 % at least; looked for on
-# buses from 1 to 1000 GB/s. Speeds: as measured, and an assumption of what bf16 autocast makes.
+# A wire pays if its step is at least 2 % shorter than with all previous wires; searched on buses
+# from 1 to 1000 GB/s. Speeds: as measured, and an assumed speed of bf16 autocast.
 PAYS, SEARCHED, SPEEDS = 0.98, [10 ** (step / 50) for step in range(151)], (1.0, 4.0)
 
-# Sizes for int8 in MiB of fp32, and messages of which a collective has half of its bandwidth, in
-# MiB. 0: LATENCY alone. 0.5: a collective of eight GPUs at 7.3 GB/s (NVIDIA/nccl#644). 8: those of
-# eight H20 by NVLink (kvcache-ai/Mooncake#3484), taken for slow buses too. 64: all-to-all loses
-# efficiency below that (LoongForge#223), read as pessimistically as can be.
+# Bucket sizes for int8 in MiB of fp32, for each message size in MiB at which a collective reaches
+# half of its bandwidth. 0: LATENCY only. 0.5: a collective of eight GPUs at 7.3 GB/s
+# (NVIDIA/nccl#644). 8: eight H20 with NVLink (kvcache-ai/Mooncake#3484), used for slow buses too.
+# 64: the most pessimistic reading of LoongForge#223, where all-to-all loses efficiency below that.
 SIZES = {
     "4, 8, 16, 25 (default)": OURS_INT8,
     "1, 1, 2, 4, 8, 16, 25 (before)": BucketCaps.of(None, (1, 1, 2, 4, 8, 16, 25)),
@@ -102,35 +102,35 @@ Buckets = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of a model, in the order of its backward, which is the reverse of registration."""
+    """The gradients of a model in the order of its backward, the reverse of registration."""
 
-    sizes: list[int]  # bytes of each, in fp32
-    ready: list[float]  # when it is there, as a share of the backward
-    exact: list[bool]  # int8 sends it in fp32
+    sizes: list[int]  # bytes of each in fp32
+    ready: list[float]  # when each is ready, as a share of the backward
+    exact: list[bool]  # whether int8 sends it in fp32
 
     @classmethod
     def of(cls, name: str, make: Callable[[], nn.Module]) -> Gradients:
-        """Of the model that ``make`` builds; nothing of its size is allocated."""
+        """Return the gradients of the model that ``make`` builds, without allocating the model."""
         with torch.device("meta"):
             model = make()
             costs = _costs(model, name)
         sizes = [4 * param.numel() for param in model.parameters()]
-        # The head of GPT-2 has no parameter of its own.
+        # The head of GPT-2 has no separate parameter.
         passed = [*itertools.accumulate(costs[::-1])]
         ready = [each / passed[-1] for each in passed[-len(sizes) :]]
         exact = ExactParams(model).find(*zip(*model.named_parameters(), strict=True))
-        if name == "gpt2_small":  # an embedding of positions; that of tokens is the head, too
+        if name == "gpt2_small":  # its position embedding; the token embedding is the head
             exact[1] = True
         return cls(sizes[::-1], ready, exact[::-1])
 
 
 def _costs(model: nn.Module, name: str) -> list[float]:
-    """Multiplications for the gradients of each parameter, in the order of registration.
+    """Return the multiplications for the gradients of each parameter, in registration order.
 
-    All layers but ResNet's multiply each of their elements equally often.
+    All layers except ResNet's use each of their elements equally often.
     """
     params = list(model.parameters())
-    if name == "gpt2_small":  # whose embeddings are looked up; the head multiplies by the first
+    if name == "gpt2_small":  # embeddings are looked up; the head multiplies by the first one
         return [0.0, 0.0, *(float(param.numel()) for param in params[2:]), params[0].numel()]
     positions: dict[Tensor, int] = {}
     if name == "resnet50":
@@ -154,10 +154,10 @@ def buckets(name: str, caps: BucketCaps) -> Buckets:
 
 
 def traffic(name: str, wire: str, ranks: int) -> list[list[float]]:
-    """Bytes of each gradient: in a collective, gathered, summed by a kernel, copied back.
+    """Return the bytes of each gradient: sent, flattened, summed by a kernel, copied back.
 
-    But for the first they are read or written in the memory of a rank. int8 also reads and writes
-    its residuals, in fp32, when it gathers and when it sums the part of a rank.
+    All but the first are read or written in the memory of a rank. int8 also reads and writes its
+    residuals, in fp32, when it flattens and when it sums the part of a rank.
     """
     of, size = gradients(name), QUANTIZED
     plain = {"fp32": (4.0, 8.0, 0.0, 8.0), "bf16": (2.0, 6.0, 0.0, 6.0)}
@@ -180,13 +180,13 @@ def exposed(
     wire: str = "fp32",
     half: float = 0.0,
 ) -> float:
-    """Seconds that a step takes beyond the bare backward.
+    """Return the seconds that a step takes in addition to the bare backward.
 
     Args:
-        cut: indices of gradients in the order of the backward, by bucket.
-        plan: the way back: ``"each"``, ``"two"`` or ``"views"``.
+        cut: indices of the gradients of each bucket, in the order of the backward.
+        plan: how gradients are copied back: ``"each"``, ``"two"`` or ``"views"``.
         bus: GB/s.
-        half: MiB of a message with which a collective has half of the bandwidth of a large one.
+        half: size in MiB of a message at which a collective reaches half of its bandwidth.
     """
     ready, costs = gradients(name).ready, traffic(name, wire, ranks)
     backward = BACKWARD[name] / speed
@@ -206,7 +206,7 @@ def exposed(
 
 
 def of_stock(name: str, caps: BucketCaps, mode: str, bus: float, **more: Any) -> float:
-    """Seconds that stock leaves exposed; ``mode``: copies or views."""
+    """Return the seconds that stock DDP leaves exposed; ``mode`` is copies or views."""
     plan = "views" if mode == "views" else "each"
     return exposed(name, buckets(name, caps), plan, bus, **more)
 
@@ -234,7 +234,7 @@ def step(
     caps: BucketCaps | None = None,
     **more: Any,
 ) -> float:
-    """Seconds of forward and backward with copies; ``caps`` of ``None`` are the default ones."""
+    """Return the seconds of forward and backward with copies; ``caps=None`` for the defaults."""
     caps = caps or (OURS_INT8 if wire == "int8" else OURS)
     cut = buckets(name, caps)
     return STEP[name] / speed + exposed(name, cut, "two", bus, wire=wire, speed=speed, **more)
@@ -243,7 +243,7 @@ def step(
 def of_wires(
     models: Sequence[str], buses: Sequence[float], speed: float = 1.0, **more: Any
 ) -> Iterator[dict[str, Any]]:
-    """Seconds of a step, and what of it is exposed, by model, wire and bus."""
+    """Return the seconds of a step and its exposed part, by model, wire and bus."""
     for name in filter(STEP.__contains__, models):
         for wire in WIRES:
             for bus in buses:
@@ -253,7 +253,7 @@ def of_wires(
 
 
 def pays_from(name: str, wire: str, speed: float, **more: Any) -> float | None:
-    """The fastest bus, in GB/s, from which on downwards ``wire`` pays; ``None`` if nowhere."""
+    """Return the fastest bus in GB/s at and below which ``wire`` pays; ``None`` if none."""
     before = WIRES[: WIRES.index(wire)]
     found = None
     for bus in SEARCHED:
@@ -274,7 +274,7 @@ def of_pays(models: Sequence[str], **more: Any) -> Iterator[dict[str, Any]]:
 def of_sizes(
     models: Sequence[str], buses: Sequence[float], speed: float = 1.0, **more: Any
 ) -> Iterator[dict[str, Any]]:
-    """Steps in int8 by bucket sizes, as shares of those in the default ones."""
+    """Return the times of int8 steps by bucket size, relative to the default sizes."""
     places = list(itertools.product(filter(STEP.__contains__, models), buses))
     for sizes, half in itertools.product(SIZES, HALVES):
         ratios = []

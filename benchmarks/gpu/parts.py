@@ -1,4 +1,4 @@
-"""The parts of `make gpu`: what each runs, for how long at most, and how its result is read."""
+"""The parts of `make gpu`: the command, the time limit and the reader of each result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BENCHMARKS = Path(__file__).parents[1]
 TESTS = BENCHMARKS.parent / "tests" / "gpu"
 # Runs a script on the recorded device.
 REHEARSE = BENCHMARKS.parent / "tests" / "recording" / "rehearse.py"
-# Set for the tests of a rehearsal, see tests/gpu/worlds.py.
+# Set for the tests of a rehearsal; see tests/gpu/worlds.py.
 REHEARSING = "TRITONDDP_REHEARSE"
 KERNEL_TESTS = (TESTS / "test_kernels_gpu.py",)
 NCCL_TESTS = tuple(sorted(TESTS.glob("test_*_nccl.py")))
@@ -32,56 +32,56 @@ _TESTS_FAILED = 1  # pytest's exit status
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a part."""
+    """The outcome of a part."""
 
-    status: str  # "ok", "failed", or "not run": it cannot run here, which is no failure
-    reason: str | None = None  # why, unless all is well
-    result: Any = None  # what the part found, as JSON
-    log: str | None = None  # the end of what it printed, if it failed
+    status: str  # "ok", "failed", or "not run" if it cannot run here, which is not a failure
+    reason: str | None = None  # reason if the status is not "ok"
+    result: Any = None  # results as JSON
+    log: str | None = None  # the last lines of its output, if it failed
 
 
-# From the result file (which may be missing), the exit statuses, what was printed, and the limit.
+# Arguments: the result file (which may be missing), exit statuses, output, limit.
 Reader = Callable[[Path, Sequence[int | None], str, float], Outcome]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One process, or one a rank."""
+    """One process, or one process per rank."""
 
     name: str  # on the command line and in the result file
-    title: str  # what it is about
-    limit: float  # seconds after which it is ended, unless parts before it have left it more
-    estimate: float  # seconds that it should take on an H200
-    command: tuple[str, ...] = ()  # with {result} where the name of its result file goes
-    read: Reader = lambda *_: Outcome("ok")  # makes an outcome of it
-    ranks: int | None = None  # how many, for a script that wants to be started by torchrun
-    needs: tuple[str, ...] = ()  # Python modules without which it is not run
+    title: str  # description
+    limit: float  # seconds after which it is ended, plus the time that earlier parts left
+    estimate: float  # expected seconds on an H200
+    command: tuple[str, ...] = ()  # with {result} in place of the result file
+    read: Reader = lambda *_: Outcome("ok")  # creates the outcome
+    ranks: int | None = None  # number of ranks, for a script that torchrun would start
+    needs: tuple[str, ...] = ()  # required Python modules
     on_one_card: bool = False  # it needs two ranks on one card
-    small: str = ""  # further arguments in a rehearsal
+    small: str = ""  # additional arguments in a rehearsal
 
     def with_arguments(self, more: str, small: str = "") -> Part:
         return replace(self, command=(*self.command, *shlex.split(more)), small=small)
 
     def rehearsed(self) -> Part:
-        """The same on the recorded device. Tests see to that themselves."""
+        """Return the same part on the recorded device. Tests select that device themselves."""
         python, *rest = self.command
         if self.read is not read_tests:
             python, rest = sys.executable, [str(REHEARSE), *rest]
         return replace(self, command=(python, *rest, *shlex.split(self.small)))
 
 
-# Some tests of everything, for the first minute: the others come last.
+# A selection of all tests for the first minute; the others run at the end.
 SANITY = "missing_gradients or second_launch"
 SANITY_NCCL = "gradients_are_the_mean_in_every or profiler_finds_only_these"
 
-# Whose steps are what the host has to do; the others fill a card.
+# The host limits the steps of these models; the others keep the GPU busy.
 HOST_BOUND = "mlp transformer resnet50 many_small"
-WORLDS = {2: 20, 4: 25, 8: 35}  # ranks, as far as there are cards: seconds
+WORLDS = {2: 20, 4: 25, 8: 35}  # seconds by number of ranks, if there are enough GPUs
 
 
-# The estimates are seconds of an H200; those of several cards are guesses: none has run them.
+# Estimates are seconds on an H200. Those for several GPUs are guesses, because none has run.
 def parts(rehearse: bool = False, cards: int = 1) -> list[Part]:
-    """In the order of what a user came for; each is small in a rehearsal, which plays all."""
+    """Return the parts, most interesting first. A rehearsal runs all of them with small sizes."""
     one = "nccl-1-rank"
     mlp, both = "--models mlp", f"stock and not {one}"
     quick = f"{SANITY} or ({one} and ({SANITY_NCCL}))"
@@ -120,7 +120,7 @@ _STEP = "step/step.py --backend nccl"
 
 
 def _trained(rehearse: bool, cards: int, small: str) -> Iterator[Part]:
-    """Free-running training steps, with the exchange that there is: simulated on one card alone."""
+    """Yield parts with free-running training steps; with one GPU, the exchange is simulated."""
     title = "training steps, free-running"
     yield _script("step-training", title, 90, 80, "gpu/training.py", 1).with_arguments("", small)
     if rehearse or cards == 1:
@@ -137,7 +137,7 @@ _CARDS = "gpu/training.py --models gpt2_small"
 
 
 def _on_one_card(small: str) -> Iterator[Part]:
-    """Whether gradients agree between two ranks, who take turns."""
+    """Yield the parts that compare gradients between two ranks, which take turns on one GPU."""
     yield PROBE
     pair = _script("step-pair", "steps of two ranks", 15, 13, f"{_STEP} --builds 1", 2)
     yield replace(pair.with_arguments("--rounds 3 --models mlp", small), on_one_card=True)
@@ -146,7 +146,7 @@ def _on_one_card(small: str) -> Iterator[Part]:
 def _tests(
     name: str, title: str, limit: float, estimate: float, files: Sequence[Path], *which: str
 ) -> Part:
-    """``which`` tests, as ``pytest -k`` chooses, on a GPU and in a rehearsal."""
+    """Return a part with the tests that ``pytest -k which`` selects, on a GPU or in a rehearsal."""
     command = (*_PYTEST, "-rs", "--junitxml={result}", "-m", "gpu", *map(str, files))
     command += ("-k", which[0]) if which[0] else ()
     title, small = f"tests of {title}", shlex.join(("-k", which[1]))
@@ -162,7 +162,7 @@ def _script(
 
 
 def read_tests(path: Path, codes: Sequence[int | None], text: str, limit: float) -> Outcome:
-    """Of pytest's JUnit report. Tests that were skipped count as not run, with their reasons."""
+    """Read pytest's JUnit report. Skipped tests count as not run, with their reasons."""
     if not path.exists():
         return _failure(codes, text, limit)
     groups: dict[str, Counter[str]] = {}
@@ -170,7 +170,7 @@ def read_tests(path: Path, codes: Sequence[int | None], text: str, limit: float)
     failed = []
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         name = case.get("name", "")
-        # Of a test in several worlds (see tests/gpu/worlds.py), else of its file.
+        # Group by world (see tests/gpu/worlds.py), otherwise by file.
         world = re.search(r"[\[-]((?:nccl|gloo)-(?:\d-ranks?|cpu))\b", name)
         group = world[1] if world else case.get("classname", "").split(".")[-1]
         failure = next((case.find(kind) for kind in ("failure", "error") if _has(case, kind)), None)
@@ -191,7 +191,7 @@ def read_tests(path: Path, codes: Sequence[int | None], text: str, limit: float)
 
 
 def read_json(path: Path, codes: Sequence[int | None], text: str, limit: float) -> Outcome:
-    """Of a benchmark's result file, which may hold what was measured before it failed."""
+    """Read a benchmark's result file, which may hold measurements from before a failure."""
     result = None
     if path.exists() and path.stat().st_size:
         result = json.loads(path.read_text())
@@ -204,7 +204,7 @@ def read_json(path: Path, codes: Sequence[int | None], text: str, limit: float) 
 
 
 def read_probe(path: Path, codes: Sequence[int | None], text: str, limit: float) -> Outcome:
-    """Of :mod:`one_card`, for all parts that need to know."""
+    """Read the result of :mod:`one_card`, for all parts that depend on it."""
     why = one_card.answer(text, codes, limit)
     os.environ[one_card.ANSWER] = why or ""
     return Outcome("not run" if why else "ok", why)
@@ -215,7 +215,7 @@ def _has(element: ElementTree.Element, child: str) -> bool:
 
 
 def _failure(codes: Sequence[int | None], text: str, limit: float) -> Outcome:
-    if any(codes):  # the others were only interrupted because of it
+    if any(codes):  # the others were only interrupted because of this one
         code = next(filter(None, codes))
         ended = f"exit status {code}" if code > 0 else f"signal {-code}"
     else:

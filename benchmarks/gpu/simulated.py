@@ -3,20 +3,20 @@
     torchrun --standalone --nproc-per-node 1 benchmarks/gpu/simulated.py [--models gpt2_small ...]
         [--bus 450 200 50] [--wires] [--out FILE]
 
-Steps are those of training.py. Each all-reduce is the real call of c10d, which moves nothing with
-one rank. Behind it, on a stream of its own, a *paced* kernel passes over the bucket once, each
-block no earlier than the line would have sent it, and ends after LATENCY + 2 (n - 1) / n bytes /
-bus. Stock comes to it by a communication hook, ours by its exchange: the same object for both.
-First the line by itself is timed: it should take what the formula says, within 3 %.
+Steps are as in training.py. Each all-reduce is the real c10d call, which moves no data with one
+rank. After it, a *paced* kernel on a separate stream passes over the bucket once. It processes no
+block earlier than the line would have sent it, and ends after LATENCY + 2 (n - 1) / n bytes / bus.
+Stock uses it as a communication hook and ours as an exchange: the same object for both. First, the
+line is timed alone: it must match the formula within 3 %.
 
-``--wires``: ours in bf16 and in int8 too. In int8 the collectives, the sum and all kernels are the
-real ones, for one rank, which sums all of a bucket as it were a part; behind them the paced kernel
-passes once over the sums, and takes the time of an all-to-all and an all-gather of 8 ranks.
+``--wires``: also ours in bf16 and in int8. In int8 the collectives, the sum and all kernels are
+real, for one rank, which sums a whole bucket as its part. After them, the paced kernel passes once
+over the sums, and takes the time of an all-to-all and an all-gather of 8 ranks.
 
-Not in it: slow ranks, what links and NCCL's own kernels take from each other, NCCL's launches,
-messages that are slower for being small. The bus is an input. Each bucket costs the host a launch
-more, on both sides. Multiprocessors and bandwidth that an all-reduce takes from the backward are
-about NCCL's.
+Not simulated: slow ranks, contention between links and NCCL's kernels, NCCL's launches, and the
+lower bandwidth of small messages. The bus is an input. Each bucket costs the host one more launch,
+on both sides. The simulated all-reduce takes about as many multiprocessors and as much bandwidth
+from the backward as NCCL's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, not an installed version
 
 import torch
 import triton
@@ -44,7 +44,7 @@ from tritonddp.comm import all_reduce, quantized
 from tritonddp.comm import transport as exchanges
 
 RANKS, LATENCY = 8, 30e-6
-PROGRAMS = 20  # of NCCL's share of multiprocessors
+PROGRAMS = 20  # NCCL's share of multiprocessors
 LEFT_OUT = (
     "slow ranks; contention of links and of NCCL's kernels; NCCL's launches; small messages "
     "being slower; the bus is an input"
@@ -53,7 +53,7 @@ LEFT_OUT = (
 
 @triton.jit
 def paced(memory, numel, nanoseconds, IS_REAL: tl.constexpr, BLOCK: tl.constexpr):
-    """Each program passes over its share of ``memory`` (x becomes x) at the pace of the line."""
+    """Copy a share of ``memory`` onto itself in each program, at the pace of the line."""
     if IS_REAL:
         start = globaltimer()
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -70,11 +70,11 @@ def paced(memory, numel, nanoseconds, IS_REAL: tl.constexpr, BLOCK: tl.constexpr
 
 
 class Line:
-    """What all buckets travel over, one behind the other.
+    """The line that carries all buckets, one after the other.
 
     Attributes:
-        bus: GB/s; infinite: nothing takes any time.
-        carried: exchanges so far, of stock and of ours: neither may be left out.
+        bus: GB/s; infinity: transfers take no time.
+        carried: exchanges so far, of stock and of ours, to check that none is missing.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Line:
         self._stream = torch.cuda.Stream(priority=-1)
 
     def carry(self, *tensors: Tensor, behind: Any = None, collectives: int = 1) -> torch.cuda.Event:
-        """An event at the end of the exchange of what the current stream, or a work, has made."""
+        """Return an event at the end of an exchange that follows the current stream, or a work."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             if behind is not None:
@@ -99,7 +99,7 @@ class Line:
         return 2 * (RANKS - 1) / RANKS * nbytes / (self.bus * 1e9)
 
     def hook(self, group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-        """A communication hook of stock."""
+        """Communication hook for stock DDP."""
 
         def carried(future: torch.futures.Future[list[Tensor]]) -> Tensor:
             data = future.value()[0]
@@ -112,7 +112,7 @@ class Line:
 
 
 class Carried:
-    """A work of ours that ends when its exchange does."""
+    """A work of ours that ends with its exchange."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
@@ -122,7 +122,7 @@ class Carried:
 
 
 class Simulated(all_reduce.AllReduce):
-    """Our exchange, over a line."""
+    """Our exchange over the simulated line."""
 
     line: Line
 
@@ -133,19 +133,19 @@ class Simulated(all_reduce.AllReduce):
 
 
 class SimulatedInt8(quantized.QuantizedAllReduce):
-    """Our exchange in int8, over the same line: two collectives of half an all-reduce each."""
+    """Our int8 exchange over the same line: two collectives of half an all-reduce each."""
 
     def launch(self, bucket: Any, is_broken: bool = False) -> Any:
         work = super().launch(bucket, is_broken)
         line = Simulated.line
         line.carried["ours"] += 1
-        sums = bucket.flat.gathered.view(torch.int32)  # as long as the message without its trailer
+        sums = bucket.flat.gathered.view(torch.int32)  # the size of a message without its trailer
         return Carried(line.carry(sums, behind=work, collectives=2))
 
 
 def _hooked(line: Line, model: nn.Module, **options: Any) -> nn.Module:
     wrapped = StockDDP(model, **options)
-    # (Stock takes no annotation for GradBucket but the class itself: a lambda has none.)
+    # A lambda, because stock rejects other annotations than its own GradBucket.
     group = torch.distributed.group.WORLD
     wrapped.register_comm_hook(group, lambda group, bucket: line.hook(group, bucket))
     return wrapped
@@ -154,7 +154,7 @@ def _hooked(line: Line, model: nn.Module, **options: Any) -> nn.Module:
 def calibrated(
     line: Line, ranks: Ranks, mib: Sequence[int], buses: Sequence[float]
 ) -> list[dict[str, Any]]:
-    """The line by itself, in seconds, beside the formula's."""
+    """Return the measured seconds of the line alone, and the seconds from the formula."""
     rows = []
     for bus in buses:
         line.bus = bus

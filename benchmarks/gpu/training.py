@@ -3,12 +3,12 @@
     torchrun --standalone --nproc-per-node gpu benchmarks/gpu/training.py [--models resnet50 ...]
         [--precision bf16|tf32|fp32] [--out FILE]
 
-Forward, backward and a fused AdamW on batches that fill a card (ResNet-50 64 images, GPT-2
-8 x 1,024 tokens, a Llama layer 4 x 2,048), under autocast to bf16. Steps run free: nothing waits
-for the device within a sample, which is a few steps between two events, behind one that is not
-timed. Samples of all configurations are interleaved in rounds, in an order shuffled anew, and all
-models are built anew several times. Gradients are compared first. Between several cards bare
-all-reduces are timed too, and what is exposed behind the last gradient.
+Forward, backward and a fused AdamW under bf16 autocast, with batches that keep a GPU busy
+(ResNet-50 64 images, GPT-2 8 x 1,024 tokens, a Llama layer 4 x 2,048). Steps run freely: the host
+does not wait for the device within a sample, which is a few steps between two events, after an
+untimed step. Samples of all configurations are interleaved in rounds, in a newly shuffled order,
+and all models are rebuilt several times. Gradients are compared first. With several GPUs, bare
+all-reduces are timed too, and the exposed time after the last gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, not an installed version
 
 import torch
 import torch.distributed as dist
@@ -44,8 +44,8 @@ from benchmarks.step.traffic import exposed, sent_in
 
 MODELS = ("gpt2_small", "resnet50", "llama3_8b_layer")
 OPTIMIZER = "fused AdamW"
-CALLS = 4  # of a bare all-reduce in a row
-# By name, what holds while it is sampled: of real exchanges there is one, of simulated ones a line.
+CALLS = 4  # consecutive calls of a bare all-reduce
+# By name, a setup for the samples: one for real exchanges, one per simulated line.
 Conditions = Mapping[str, Callable[[], object]]
 
 
@@ -79,7 +79,7 @@ def run(
     conditions: Conditions,
     **heading: Any,
 ) -> None:
-    """Measure all models, each in its share of the time, and write what was found after each."""
+    """Measure all models, each in its share of the time, and write the results after each model."""
     torch.backends.cuda.matmul.allow_tf32 = options.precision == "tf32"
     torch.backends.cudnn.allow_tf32 = options.precision == "tf32"
     batches = {each: CASES[each].examples[1] for each in options.models}
@@ -91,7 +91,7 @@ def run(
     for model, end in deadline.shares(options.models):
         try:
             found[model] = measure(CASES[model], ranks, options, compared, conditions, end)
-        except torch.OutOfMemoryError as error:  # of a card that cannot hold it so often
+        except torch.OutOfMemoryError as error:  # the GPU cannot hold so many copies
             if ranks.world_size > 1:
                 raise
             found[model] = {"error": str(error)}
@@ -108,7 +108,7 @@ def measure(
     conditions: Conditions,
     end: float,
 ) -> dict[str, Any]:
-    """Seconds by condition, configuration, build and round, of the slowest rank."""
+    """Return the seconds of the slowest rank, by condition, configuration, build and round."""
     seconds: dict[str, dict[str, list[list[float]]]] = {
         condition: {each.name: [] for each in compared} for condition in conditions
     }
@@ -138,7 +138,7 @@ def measure(
             samples = deadline.interleaved(ways, numbers, f"{case.name} {left} {condition}")
             for name, found in ranks.slowest(samples).items():
                 seconds[condition][name].append(found)
-        del steps, ways, step, model  # they hold the models
+        del steps, ways, step, model  # they keep the models alive
     return {"samples": seconds, "exposed": late}
 
 
@@ -162,7 +162,7 @@ class Step:
         return nullcontext()
 
     def sample(self, batch: Batch, steps: int) -> float:
-        """Seconds of a step. Before the first one the device has another, and is not waited for."""
+        """Return the seconds per step. An untimed step precedes them, for which nothing waits."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self(batch)
         begin.record()
@@ -180,7 +180,7 @@ class Step:
 def bandwidth(
     ranks: Ranks, sizes: Sequence[int], carry: Callable[[torch.Tensor], object] | None = None
 ) -> list[dict[str, Any]]:
-    """All-reduces by themselves: what the line gives, and by what nccl-tests call *bus*."""
+    """Time all-reduces alone: the link's bandwidth, also as the *bus* bandwidth of nccl-tests."""
     rows = []
     for mib in sizes:
         values = torch.zeros(mib << 18, device=ranks.device)

@@ -1,1 +1,1 @@
-"""What does the wrapper cost the host, by parameter, by bucket, by launch?"""
+"""What does the wrapper cost the host, per parameter, bucket and launch?"""

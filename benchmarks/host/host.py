@@ -2,17 +2,19 @@
 
     python benchmarks/host/host.py [--rounds 40] [--out FILE]
 
-A world of one, so that no line is waited for; all the same ours sends what it would send to others,
-as stock does, but for *idle* ours: that is what a user has who trains alone. One thread on the CPU,
-or a GPU over NCCL, of which only the host's time counts. All configurations run in shuffled rounds
-with a bare model, and each figure is the median over rounds of a difference within a round. A
-second bare model, *unwrapped*, shows the resolution. No internals are called: when a gradient
-became ready is seen by hooks of a user's kind on a few parameters, which run before those of DDP.
+A world of one, so that nothing waits for a link. Ours nevertheless sends what it would send to
+other ranks, as stock does. Only *idle* ours sends nothing, which is what a user gets with one rank.
+One thread on the CPU, or a GPU with NCCL, for which only the host's time is measured. All
+configurations run in shuffled rounds with a bare model, and each figure is the median over rounds
+of a difference within a round. A second bare model, *unwrapped*, shows the resolution. No internals
+are called: ordinary user hooks on a few parameters, which run before the hooks of DDP, record when
+gradients are ready.
 
-parameter   1,000 parameters of 64 elements in one bucket: the backward beyond the bare one.
-bucket      the same parameters in 20 buckets of 50: from the last gradient of a bucket to the next,
-            beyond the same within a bucket (*launch*: flatten 50 gradients, issue the collective).
-step        one parameter, one bucket: the backward beyond the bare one.
+parameter   1,000 parameters of 64 elements in one bucket: the backward minus the bare one.
+bucket      the same parameters in 20 buckets of 50: from the last gradient of a bucket to the next
+            gradient, minus the same within a bucket (*launch*: flatten 50 gradients, issue the
+            collective).
+step        one parameter, one bucket: the backward minus the bare one.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, not an installed version
 
 import torch
 import torch.distributed as dist
@@ -46,7 +48,7 @@ CONFIGURATIONS = [
     UNWRAPPED,
     *(each for family in families() for each in (*family.stock, family.ours, idle_of(family.ours))),
 ]
-# In each of the buckets but the first and the last: two neighbours in its middle, two at its end.
+# In each bucket but the first and last: two adjacent parameters each in its middle and at its end.
 NEIGHBOURS = [
     first + place
     for first in range(PER_BUCKET, PARAMETERS - PER_BUCKET, PER_BUCKET)
@@ -57,15 +59,15 @@ NEIGHBOURS = [
 def main() -> int:
     options = command.parser(__doc__, ROUNDS).parse_args()
     if DEVICE.type == "cpu":
-        torch.set_num_threads(1)  # what torchrun gives a rank
+        torch.set_num_threads(1)  # as torchrun sets it
     output = command.Output("host", options.out)
     rows: list[dict[str, Any]] = []
-    # A world of one, with a store of our own on the loopback: no host name needs to resolve.
+    # A world of one, with a store on the loopback interface: no host name needs to resolve.
     store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
     backend = "nccl" if DEVICE.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
-        # What the first leaves of its share of the time is the second's.
+        # Unused time of the first measurement goes to the second.
         for measure, end in deadline.shares([one_parameter, many_parameters]):
             rows += measure(options.rounds, end)
             output.write({"benchmarks": rows})
@@ -76,7 +78,7 @@ def main() -> int:
 
 
 def many_parameters(rounds: int, end: float) -> Iterator[dict[str, Any]]:
-    """1,000 parameters, in one bucket and in 20."""
+    """Measure 1,000 parameters, in one bucket and in 20."""
     subjects = {}
     for each in (BARE, *CONFIGURATIONS):
         subjects[each.name, 1] = Subject(each, PARAMETERS, PARAMETERS)
@@ -97,7 +99,7 @@ def many_parameters(rounds: int, end: float) -> Iterator[dict[str, Any]]:
 
 
 def one_parameter(rounds: int, end: float) -> Iterator[dict[str, Any]]:
-    """One parameter in one bucket."""
+    """Measure one parameter in one bucket."""
     subjects = {(each.name, 1): Subject(each, 1, 1) for each in (BARE, *CONFIGURATIONS)}
     times = time_rounds(subjects, rounds, end)
     bare = _backwards(times[BARE.name, 1])
@@ -111,13 +113,13 @@ def _backwards(rounds: Sequence[Times]) -> list[float]:
 
 
 def _median_gap(times: Times, first: int) -> float:
-    """Of the gaps from mark ``first`` of each bucket to the next mark, in seconds."""
+    """Return the median gap from mark ``first`` of each bucket to the next mark, in seconds."""
     gaps = [second - first for first, second in pairwise(times.marks)]
     return Spread.of(gaps[first::4]).median
 
 
 def _beyond(seconds: Sequence[float], base: Sequence[float], per: int = 1) -> Spread:
-    """Differences within a round, in microseconds per one of ``per``."""
+    """Return the spread of differences within rounds, in microseconds per item of ``per``."""
     pairs = zip(seconds, base, strict=True)
     return Spread.of([1e6 * (long - short) / per for long, short in pairs])
 
@@ -129,7 +131,7 @@ def _row(
     seconds: dict[str, list[float]],
     us: dict[str, Spread],
 ) -> dict[str, Any]:
-    """``backward`` in seconds, and what is made of it, to 6 digits: no clock shows more."""
+    """Return a row: ``backward`` in seconds and derived values, with the clock's 6 digits."""
     info = {
         "kind": kind,
         "configuration": name,

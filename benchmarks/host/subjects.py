@@ -21,27 +21,27 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE = 64  # elements of a parameter
 PARAMETERS, PER_BUCKET = 1000, 50
 WARMUPS = 5
-SETTLED = 11  # steps: the first 10 are measured, by stock for its statistics, by ours for its log
+SETTLED = 11  # steps; both stock and ours time their first 10 steps for their logging data
 
 Key = tuple[str, int]  # configuration and number of buckets
 
 
 @dataclass(frozen=True)
 class Times:
-    """Of one backward: seconds, and the clock when each mark was passed."""
+    """The seconds of one backward, and the time at which each mark was passed."""
 
     backward: float
     marks: list[float]
 
 
 class Subject:
-    """A model of ``count`` vectors, wrapped as ``configuration`` says.
+    """A model of ``count`` vectors, wrapped by ``configuration``.
 
     Args:
         configuration: the wrapper and its options.
-        count: parameters, a multiple of ``per_bucket``.
-        per_bucket: parameters that share a bucket.
-        marks: places in the order of gradients at which to look at the clock, ascending.
+        count: number of parameters, a multiple of ``per_bucket``.
+        per_bucket: number of parameters per bucket.
+        marks: positions in the order of gradients at which to read the clock, ascending.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Subject:
         self.bare = ManyParameters(count, SIZE).to(DEVICE)
         self._marks = list(marks)
         self._passed: list[tuple[int, float]] = []
-        for mark in marks:  # the last parameter's gradient comes first
+        for mark in marks:  # the gradient of the last parameter is ready first
             param = self.bare.vectors[count - 1 - mark]
             param.register_post_accumulate_grad_hook(partial(self._note, mark))
         self.model: Any = self.bare
@@ -66,14 +66,14 @@ class Subject:
         self._passed.append((mark, time.perf_counter()))
 
     def step(self, x: Tensor, sweep: Tensor) -> Times:
-        """Forward and backward, the second with cold caches and an idle device.
+        """Run a forward, and a backward with cold caches and an idle device.
 
         Raises:
-            RuntimeError: marks were not passed in the order in which they were expected.
+            RuntimeError: marks were not passed in the expected order.
         """
         self.model.zero_grad(set_to_none=True)
         output = self.model(x)
-        sweep.mul_(1.0)  # empties the host's caches, as the rest of a training step would
+        sweep.mul_(1.0)  # evicts the host's caches, as the rest of a training step would
         if x.device.type == "cuda":
             torch.cuda.synchronize()
         self._passed.clear()
@@ -88,20 +88,20 @@ class Subject:
 
     @property
     def bucket_bytes(self) -> list[int]:
-        """Bytes of gradients in each bucket, in launch order; none in a bare model."""
+        """Return the gradient bytes of each bucket, in launch order; empty for a bare model."""
         if self.model is self.bare:
             return []
-        if type(self.model) is StockDDP:  # ours is an instance, too
+        if type(self.model) is StockDDP:  # exact, because isinstance() also holds for ours
             return bucket_bytes(self.model)
         return [sum(each.nbytes for each in bucket.params) for bucket in self.model.reducer.buckets]
 
 
 def time_rounds(subjects: Mapping[Key, Subject], rounds: int, end: float) -> dict[Key, list[Times]]:
-    """Check the subjects and time them in shuffled rounds, until ``end``.
+    """Check the subjects, then time them in shuffled rounds until ``end``.
 
     Raises:
-        RuntimeError: gradients differ from the first subject's, or a subject has other buckets
-            than it should, or sends nothing where it should; nothing is timed.
+        RuntimeError: before anything is timed: gradients differ from the first subject's, or a
+            subject has unexpected buckets, or sends nothing although it should.
     """
     x = torch.randn(SIZE, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     sweep = torch.randn(2**23)  # 32 MiB

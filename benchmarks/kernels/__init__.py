@@ -1,1 +1,1 @@
-"""How fast are the kernels, beside a plain copy of the same bytes?"""
+"""How fast are the kernels compared with a plain copy of the same bytes?"""

@@ -1,4 +1,4 @@
-"""What pytest-benchmark lacks: cold caches, a clock that waits for the device, and its own time."""
+"""Additions to pytest-benchmark: cold caches, and the time of the device itself."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from benchmarks.step.traffic import launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-_CPU_CACHE = 2**24  # bytes; a guess at a core's share
-_CYCLES_PER_SECOND = 2e9  # of torch.cuda._sleep; slower clocks only lengthen the sleep
-_LONGEST_SLEEP = 20e-3  # seconds; the host's work of more is not waited for
+_CPU_CACHE = 2**24  # bytes; an estimate of one core's share
+_CYCLES_PER_SECOND = 2e9  # of torch.cuda._sleep; a slower clock only lengthens the sleep
+_LONGEST_SLEEP = 20e-3  # seconds; longer host work is not waited for
 _QUEUE = 512  # launches; the driver queues about twice as many before the host has to wait
 _ROUNDS = 5
 
 
 def seconds() -> float:
-    """The time at which all that was given to the device is done."""
+    """Wait until the device is idle, and return the time."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class Rotation:
-    """Sets of inputs that together exceed the last-level cache, at least 2 and at most 8."""
+    """Sets of inputs, 2 to 8 of them, that together exceed the last-level cache."""
 
     def __init__(self, make: Callable[[], Inputs]) -> None:
         cache = _CPU_CACHE
@@ -44,16 +44,16 @@ class Rotation:
         self._flush = torch.ones(cache, device=DEVICE)  # in fp32: four times the cache
 
     def next(self) -> tuple[tuple[Inputs], dict[str, Any]]:
-        """Arguments of a call, which finds nothing of them in a cache."""
-        self._flush.sum()  # reads only: no dirty lines that the call would have to write back
+        """Return the arguments of a call, none of which are in a cache."""
+        self._flush.sum()  # only reads, so the call need not write back dirty lines
         return (next(self._turns),), {}
 
     def device_seconds(self, run: Callable[[Inputs], object], about: float) -> float:
-        """The device's time for a call that takes ``about`` so many seconds with its launches.
+        """Return the device's time for a call that takes about ``about`` seconds with its launches.
 
-        Between two events, behind a sleep of the device that outlasts the host's work. Several
-        calls share a pair of events, so that these count for little in a small bucket, but no more
-        than fit the queue of launches.
+        It is measured between two events, after a sleep of the device that outlasts the host's
+        work. Several calls share a pair of events, so that the events hardly matter for a small
+        bucket, but no more calls than fit the queue of launches.
         """
         launched = launches(partial(run, self.sets[0])) or 1
         calls = self.sets[: max(1, _QUEUE // launched)]

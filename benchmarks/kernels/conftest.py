@@ -1,4 +1,4 @@
-"""What pytest-benchmark's result says of the machine, and the table of shares on the terminal."""
+"""Machine information for pytest-benchmark's result, and the table of shares on the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.report import tables
 from benchmarks.report.table import text
 
 if not torch.cuda.is_available():
-    torch.set_num_threads(1)  # what torchrun gives a rank
+    torch.set_num_threads(1)  # as torchrun sets it
 _FACTS = machine.describe()
 
 
@@ -23,7 +23,7 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
-    """What --benchmark-compare is to warn of, too."""
+    """Add facts that ``--benchmark-compare`` checks for differences."""
     machine_info |= {name: _FACTS[name] for name in ("torch", "triton", "torch_threads", "gpu")}
 
 
@@ -32,7 +32,7 @@ def pytest_benchmark_update_json(output_json: dict[str, Any]) -> None:
     output_json["load_average_after"] = os.getloadavg()
 
 
-@pytest.hookimpl(trylast=True)  # below the library's tables
+@pytest.hookimpl(trylast=True)  # after the library's tables
 def pytest_terminal_summary(terminalreporter: Any, config: Any) -> None:
     measured = config._benchmarksession.benchmarks
     rows = [each.as_dict(include_data=False) for each in measured if not each.has_error]

@@ -1,4 +1,4 @@
-"""Ways to bring the gradients of a bucket into one buffer, and back: ours, stock's, torch's."""
+"""Ways to flatten the gradients of a bucket, and to unflatten them: ours, stock's, torch's."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def _copy_each(inputs: Inputs) -> None:
 
 
 def _check_flatten(way: Way, is_ours: bool, inputs: Inputs) -> None:
-    """Of tritonddp the bits of a multiplication in fp32, of others what comes close to it."""
+    """Require the bits of an fp32 multiplication from ours, and a close result from the others."""
     buffer = inputs.ours if is_ours else inputs.plain
     expected = (joined(inputs.grads).float() * (1 / WORLD_SIZE)).to(buffer.data.dtype)
     buffer.data.fill_(torch.nan)
     way(inputs)
     if is_ours:
         require(buffer.flags, torch.ones_like(buffer.flags))
-    # One rounding more than ours in the wire's dtype, twice that to be safe.
+    # They round once more than ours in the wire dtype; allow twice that.
     eps = 0.0 if is_ours else 4 * torch.finfo(buffer.data.dtype).eps
     require(joined(buffer.views), expected, eps * expected.float().abs())
 

@@ -1,4 +1,4 @@
-"""What can be done to a bucket, the ways to do it, and how a way is checked."""
+"""The operations on a bucket, the contenders for each, and the check of a contender."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.report.tables import CEILING
 from tritonddp.kernels.dispatch import select
 
 OURS = "tritonddp"
-MOVED = "tritonddp, moved"  # gradients are at other addresses each time: the table is uploaded
+MOVED = "tritonddp, moved"  # gradients have new addresses each time: the table is uploaded
 SM_COPY = "SM copy"
 _BY_ADDRESS = (MOVED, SM_COPY)  # only where kernels read gradients by address
 
@@ -22,13 +22,13 @@ Way = Callable[[Inputs], object]
 
 @dataclass(frozen=True)
 class Direction:
-    """What all contenders do.
+    """One operation, which all contenders perform.
 
     Attributes:
-        passes: over the gradients, at least.
-        of_block: the least number of bytes that are read and written for each quantized block.
-        check_one: lets a way that is ours or not run once, onto NaN where it does not work in
-            place; raises a RuntimeError if the result was wrong.
+        passes: minimum number of passes over the gradients.
+        of_block: minimum number of bytes read and written for each quantized block.
+        check_one: runs a contender once (the flag says whether it is ours), with NaN in its output
+            unless it works in place; raises a RuntimeError if the result is wrong.
     """
 
     passes: int
@@ -37,18 +37,18 @@ class Direction:
     ways: dict[str, Way]
 
     def nbytes(self, inputs: Inputs) -> int:
-        """The least number of bytes that must be read and written."""
+        """Return the minimum number of bytes that must be read and written."""
         blocks = inputs.quantized.message_layout.blocks if self.of_block else 0
         return self.passes * inputs.nbytes + self.of_block * blocks
 
     def contenders(self, device: torch.device) -> dict[str, Way]:
-        """Those that this device can play, and the copies of as many bytes, one of them first."""
+        """Return the contenders for this device, after the plain copies of as many bytes."""
         every = {CEILING: self._copy, **self.ways, SM_COPY: self._sm_copy}
         by_address = select(device).takes_pointers
         return {name: way for name, way in every.items() if by_address or name not in _BY_ADDRESS}
 
     def check(self, name: str, inputs: Inputs) -> None:
-        """Raise a RuntimeError if what a contender makes of all elements is wrong."""
+        """Raise a RuntimeError if a contender's result is wrong for any element."""
         way = self.contenders(inputs.block.device)[name]
         if name in self.ways:
             self.check_one(way, name in (OURS, MOVED), inputs)
@@ -64,13 +64,13 @@ class Direction:
         target.copy_(source)
 
     def _sm_copy(self, inputs: Inputs) -> None:
-        """By a kernel: the driver copies contiguous tensors."""
+        """Copy with a kernel: the driver copies contiguous tensors itself."""
         target, source = inputs.halves(self.nbytes(inputs))
         torch.bitwise_and(source, -1, out=target)
 
 
 def require(found: Tensor, expected: Tensor, tolerance: Tensor | float = 0.0) -> None:
-    """Raise a RuntimeError if an element is NaN, or is off by more than ``tolerance``."""
+    """Raise a RuntimeError if an element is NaN or differs by more than ``tolerance``."""
     if torch.equal(found, expected):
         return
     wrong = int((~((found.float() - expected.float()).abs() <= tolerance)).sum())

@@ -1,6 +1,6 @@
-"""Ways to quantize a bucket, to sum what all ranks sent, and to write the sums: ours and torch's.
+"""Ways to quantize a bucket, sum the parts of all ranks, and write the sums: ours and torch's.
 
-With error feedback, for rank 0 of 8. Torch's are what one would write for the whole bucket.
+With error feedback, for rank 0 of 8. Torch's versions are straightforward code for a whole bucket.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tritonddp.kernels.dispatch import select_quantized
 from tritonddp.kernels.quantized.buffer import Sections
 from tritonddp.kernels.quantized.code import BLOCK, INT8
 
-_NUMBERS = BLOCK + 4  # bytes of a block
-_RESIDUAL = 2 * 4 * BLOCK  # bytes of a block that are read and written
-_STEP = 0.51 / INT8.limit  # of a block's largest value: what rounding may change, and fp32 a little
+_NUMBERS = BLOCK + 4  # bytes per block
+_RESIDUAL = 2 * 4 * BLOCK  # bytes read and written per block
+_STEP = 0.51 / INT8.limit  # rounding error of a block, plus fp32's, relative to its maximum
 
 
 def _torch_quantize(inputs: Inputs) -> None:
@@ -53,14 +53,14 @@ def _decoded(sections: Sections) -> Tensor:
 
 
 def _randomized(sections: Sections) -> Tensor:
-    """Fill them with numbers, and return what these say."""
+    """Fill the sections with random numbers, and return the values that they encode."""
     sections.numbers.random_(-127, 128)
     sections.scales.uniform_(0.5, 1)
     return _decoded(sections)
 
 
 def _check_encoded(found: Tensor, residual: Tensor, expected: Tensor) -> None:
-    """What was sent is near to what was to be sent, and the residual is what is missing."""
+    """Check that sent values are close to the expected ones, and the residual is the rest."""
     found, expected = (each.view(-1, BLOCK)[: len(residual)] for each in (found, expected))
     largest = expected.abs().amax(-1, keepdim=True)
     require(found, expected, _STEP * largest)
@@ -73,13 +73,13 @@ def _check_quantize(way: Way, _: bool, inputs: Inputs) -> None:
     blocks.zero_()
     foreach_copy_(views, inputs.grads)
     expected = blocks / QUANTIZED_RANKS
-    flat.message.fill_(255)  # a scale of these bytes is NaN
+    flat.message.fill_(255)  # these bytes are a NaN scale
     way(inputs)
     _check_encoded(_decoded(flat.outgoing), flat.residuals.sent, expected)
 
 
 def _check_reduce(way: Way, _: bool, inputs: Inputs) -> None:
-    """In place: the first row becomes the sum."""
+    """Check a reduction in place: the first row becomes the sum."""
     flat = inputs.quantized
     flat.residuals.reduced.zero_()
     expected = _randomized(flat.incoming).sum(0)
@@ -98,7 +98,7 @@ def _check_dequantize(way: Way, _: bool, inputs: Inputs) -> None:
 
 
 _TORCH = "torch, whole bucket"
-# What rank 0 reduces is its share of the blocks, of all ranks.
+# Rank 0 reduces its share of the blocks, from all ranks.
 _REDUCED = _NUMBERS + (_NUMBERS + _RESIDUAL) // QUANTIZED_RANKS
 _QUANTIZE = {
     OURS: lambda of: select_quantized(of.block.device).quantize(

@@ -1,4 +1,4 @@
-"""Parameter lists of well-known models, as shapes alone: what the kernels see of a model."""
+"""The parameter shapes of well-known models, which are all that kernels depend on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LISTS = (MANY_SMALL, *ARCHITECTURES)
 
 @cache
 def whole(name: str) -> Shapes:
-    """All parameters of a model in order of registration, or 1,000 vectors of 64 elements."""
+    """Return all parameters of a model in registration order, or 1,000 vectors of 64 elements."""
     if name == MANY_SMALL:
         return ((64,),) * 1000
     with torch.device("meta"):
@@ -27,10 +27,10 @@ def whole(name: str) -> Shapes:
 
 
 def capped(shapes: Sequence[Shape], dtype: torch.dtype) -> Shapes:
-    """The first bucket that DDP's default cap of 25 MiB closes; empty if they do not fill it.
+    """Return the first bucket of DDP's default cap of 25 MiB; empty if the model does not fill it.
 
-    In reverse order of registration, about that in which gradients become ready, and behind the
-    first bucket of 1 MiB. A bucket closes when it reaches its cap, so it may be larger.
+    In reverse registration order, which is roughly the order in which gradients become ready, and
+    after the first bucket of 1 MiB. A bucket closes when it reaches its cap, so it may be larger.
     """
     caps = BucketCaps.of(None, None)
     params = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
@@ -43,5 +43,5 @@ def capped(shapes: Sequence[Shape], dtype: torch.dtype) -> Shapes:
 
 
 Choice = Callable[[Sequence[Shape], torch.dtype], Shapes]
-# Which part of a list travels as one bucket.
+# The part of a list that forms one bucket.
 BUCKETS: dict[str, Choice] = {"whole": lambda shapes, _: tuple(shapes), "25MiB": capped}

@@ -2,11 +2,11 @@
 
     pytest benchmarks/kernels --benchmark-only [-k "resnet50 and flatten"] [--benchmark-json FILE]
 
-Gradients are flattened into a bucket and back, and quantized, summed and dequantized. The copy has
-the bytes that must be read and written at least: nothing that does so can be faster. On a GPU there
-are two, of which neither is always the faster one: torch's ``copy_``, which lets the driver copy,
-and a kernel. A bucket is the whole list of parameters or the first that the default cap of 25 MiB
-closes. Each contender is checked before it is timed.
+Gradients are flattened into a bucket and back, and quantized, summed and dequantized. The copy
+moves the minimum number of bytes that must be read and written, so nothing can be faster. On a GPU
+there are two copies, neither of which is always faster: torch's ``copy_``, for which the driver
+copies, and a kernel. A bucket is the whole list of parameters, or the first bucket of the default
+cap of 25 MiB. Each contender is checked before it is timed.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from benchmarks.kernels.shapes import BUCKETS, LISTS, Shapes, whole
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOST_ROUNDS = 25
-# Of the largest bucket, in MB of gradients.
+# Size of the largest bucket, in MB of gradients.
 MAX_MB = inf if DEVICE.type == "cuda" else 64
 
-_rotations: dict[str, Rotation] = {}  # of one bucket: others are released before
+_rotations: dict[str, Rotation] = {}  # of one bucket: others are released first
 _copies: dict[tuple[str, str], float] = {}  # seconds of the plain copy, by group and clock
 
 
 def cases() -> Iterator[tuple[str, str, str]]:
-    """Directions, buckets and contenders; the copy that others are compared with comes first."""
+    """Yield directions, buckets and contenders; the copy that others are compared with first."""
     for bucket in map("-".join, product(LISTS, DTYPES, BUCKETS)):
         shapes, dtype = gradients(bucket)
         if shapes and sum(map(prod, shapes)) * dtype.itemsize <= MAX_MB * 1e6:
@@ -48,7 +48,7 @@ def cases() -> Iterator[tuple[str, str, str]]:
 
 
 def gradients(bucket: str) -> tuple[Shapes, torch.dtype]:
-    """Shapes, of which there are none if the list does not fill the bucket, and dtype."""
+    """Return the dtype and the shapes, which are empty if the list does not fill the bucket."""
     parameters, dtype, part = bucket.split("-")
     return BUCKETS[part](whole(parameters), DTYPES[dtype]), DTYPES[dtype]
 
@@ -61,7 +61,7 @@ def rotation_of(bucket: str) -> Rotation:
 
 
 def rounds(request: pytest.FixtureRequest, each: float) -> int:
-    """How many rounds of ``each`` so many seconds there is time for."""
+    """Return how many rounds of ``each`` seconds fit into the time."""
     left = len(request.session.items) - request.session.items.index(request.node)
     share = deadline.until(deadline.deadline(), 1 / left) - time.monotonic()
     most, least = map(request.config.getoption, ("benchmark_max_time", "benchmark_min_rounds"))
@@ -69,7 +69,7 @@ def rounds(request: pytest.FixtureRequest, each: float) -> int:
 
 
 def shares(nbytes: int, taken: float, key: tuple[str, str], is_copy: bool) -> dict[str, Any]:
-    """GB/s, and the share of the copy in this run, if that was measured."""
+    """Return GB/s, and the share of the copy's rate in this run, if the copy was measured."""
     if is_copy:
         _copies[key] = taken
     copy = _copies.get(key)

@@ -1,1 +1,1 @@
-"""What is wrapped, in which ways, and whether all of them make the same gradients?"""
+"""Which modules are wrapped, how, and do all wrappers produce the same gradients?"""

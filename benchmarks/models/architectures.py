@@ -1,9 +1,9 @@
 """Well-known models as plain modules, with exactly the parameters of the published ones.
 
-Number, order and shapes of the parameters are those of torchvision's and Hugging Face's modules,
-and so is what these compute from given parameters; initial values are torch's defaults or close
-to them. There is no dropout and no stochastic depth: gradients of two runs can be compared bit for
-bit. All can be built on the meta device::
+Number, order and shapes of the parameters match the modules of torchvision and Hugging Face, and so
+do the outputs for given parameters; initial values are torch's defaults or similar. There is no
+dropout and no stochastic depth, so that gradients of two runs can be compared bitwise. All models
+can be built on the meta device::
 
     with torch.device("meta"):
         shapes = [param.shape for param in ResNet50().parameters()]
@@ -32,7 +32,7 @@ def _join_heads(x: Tensor) -> Tensor:
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions beside a shortcut; the stride is in the middle one."""
+    """1 x 1, 3 x 3 and 1 x 1 convolutions with a shortcut; the middle one has the stride."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class ResNet50(nn.Module):
 
 
 class ViTBlock(nn.Module):
-    """Attention and MLP, each behind a LayerNorm and beside a shortcut."""
+    """Attention and MLP, each with a pre-LayerNorm and a shortcut."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -107,8 +107,8 @@ class ViTBlock(nn.Module):
 class ViTBase(nn.Module):
     """torchvision's ``vit_b_16``: 152 tensors, 86,567,656 parameters.
 
-    Images ``(N, 3, 224, 224)`` to logits ``(N, 1000)``. Positions come before the patches' layer,
-    in torchvision after it.
+    Images ``(N, 3, 224, 224)`` to logits ``(N, 1000)``. The position embedding is registered before
+    the patch embedding; in torchvision, after it.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class ViTBase(nn.Module):
 
 
 class Conv1D(nn.Module):
-    """A linear layer whose weight is ``(inputs, outputs)``, as GPT-2's are."""
+    """A linear layer whose weight is ``(inputs, outputs)``, as in GPT-2."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Conv1D(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """Causal attention and MLP, each behind a LayerNorm and beside a shortcut."""
+    """Causal attention and MLP, each with a pre-LayerNorm and a shortcut."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -192,8 +192,8 @@ class GPT2Small(nn.Module):
 class Llama3Layer(nn.Module):
     """One of the 32 decoder layers of Llama 3 8B: 9 tensors, 218,112,000 parameters.
 
-    Hidden states ``(N, T, 4096)`` to the same. Causal attention of 32 query heads on 8 pairs of key
-    and value heads, rotary positions, RMSNorm, SwiGLU.
+    Hidden states ``(N, T, 4096)`` to hidden states of the same shape. Causal attention with 32
+    query heads and 8 key and value heads, rotary positions, RMSNorm, SwiGLU.
     """
 
     width, hidden, head_size, query_heads, key_heads = 4096, 14336, 128, 32, 8
@@ -223,7 +223,7 @@ class Llama3Layer(nn.Module):
         return x + self.down(silu(self.gate(y)) * self.up(y))
 
     def _rotation(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the angles by position and frequency, each ``(T, head_size)``."""
+        """Return cosines and sines of the angles by position and frequency: ``(T, head_size)``."""
         frequencies = 500_000.0 ** -(
             torch.arange(0, self.head_size, 2, device=x.device) / self.head_size
         )

@@ -1,9 +1,9 @@
 """The models that the benchmarks wrap, and batches for them.
 
 Each stresses another cost of gradient synchronization: very many tiny gradients (host work per
-parameter), many large ones (passes over memory), two ordinary networks between the extremes, and
-one of which every batch leaves most parameters unused. The well-known architectures are meant for
-a GPU: on a CPU a step of each takes seconds.
+parameter), many large ones (passes over memory), two ordinary networks between these extremes, and
+one in which every batch leaves most parameters unused. The well-known architectures are for a GPU:
+on a CPU, one of their steps takes seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from benchmarks.models.architectures import ARCHITECTURES, GPT2Small, Llama3Layer
 
-# What a model takes, and the targets.
+# Inputs of a model, and targets.
 Batch = tuple[Any, Tensor]
 
 SIZES = ("small", "large")
@@ -28,8 +28,8 @@ SIZES = ("small", "large")
 class ManyParameters(nn.Module):
     """``count`` vectors of ``size`` elements; the output is a weighted sum of dot products.
 
-    Their gradients become ready one by one, last parameter first. Each is a multiple of the
-    input by a factor of its own, so that one gradient in the place of another is noticed.
+    Their gradients become ready one by one, the last parameter first. Each is the input times a
+    different factor, so that swapped gradients are detected.
     """
 
     def __init__(self, count: int, size: int) -> None:
@@ -42,10 +42,10 @@ class ManyParameters(nn.Module):
 
 
 class Branchy(nn.Module):
-    """Residual blocks of experts, linear layers of which a batch goes through a few in each block.
+    """Residual blocks of experts (linear layers); a batch uses a few experts in each block.
 
-    The batch says which, as a router's choice would: it differs between ranks and steps, and is
-    the same for every model that is given the same batch.
+    The batch determines which, like the choice of a router: it differs between ranks and steps, and
+    is the same for every model that gets the same batch.
     """
 
     BLOCKS, EXPERTS, CHOSEN, WIDTH = 50, 8, 2, 32  # 400 layers, of which a batch uses 100
@@ -58,7 +58,7 @@ class Branchy(nn.Module):
         )
 
     def forward(self, routed: tuple[Tensor, Sequence[Sequence[int]]]) -> Tensor:
-        """``routed``: rows of ``WIDTH`` features, and for each block the experts to take."""
+        """Return the output. ``routed``: rows of ``WIDTH`` features; experts of each block."""
         x, routes = routed
         for experts, chosen in zip(self.blocks, routes, strict=True):
             x = x + 0.1 * torch.relu(sum(experts[index](x) for index in chosen))
@@ -71,38 +71,38 @@ class Case:
 
     Attributes:
         make_model: builds the model in fp32 on the CPU, from torch's global random state.
-        make_batch: draws inputs and targets from a CPU generator, for so many examples.
+        make_batch: draws inputs and targets for a number of examples from a CPU generator.
     """
 
-    name: str  # what the command line calls it
+    name: str  # name on the command line
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[torch.Generator, int], Batch]
     examples: tuple[int, int] = (1, 1)  # in a small batch, and in a large one
     unused: bool = False  # every batch leaves other parameters unused
 
     def model(self, device: torch.device, seed: int = 0) -> nn.Module:
-        """The model on ``device``, with the same parameters for the same seed."""
+        """Return the model on ``device``; the same seed gives the same parameters."""
         torch.manual_seed(seed)
         return self.make_model().to(device)
 
     def copies(self, device: torch.device, seed: int = 0) -> Iterator[nn.Module]:
-        """As many of :meth:`model` as are asked for, drawn once: that takes seconds for some."""
+        """Yield copies of :meth:`model`, drawn once: drawing takes seconds for some models."""
         first = self.model(device, seed)
         while True:
             yield copy.deepcopy(first)
 
     def batch(self, device: torch.device, seed: int, size: str = "small") -> Batch:
-        """Inputs and targets on ``device``; give every rank a seed of its own."""
+        """Return inputs and targets on ``device``; use a different seed on every rank."""
         examples = self.examples[SIZES.index(size)]
         inputs, targets = self.make_batch(torch.Generator().manual_seed(seed), examples)
         return _moved(inputs, device), targets.to(device)
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy where targets are classes (int64), else the mean squared error.
+    """Return the cross-entropy if targets are classes (int64), otherwise the mean squared error.
 
-    Random targets give every parameter that is used a gradient that is not zero. (A plain sum
-    would not: behind a LayerNorm its gradients are rounding errors.)
+    Random targets give every used parameter a nonzero gradient. A plain sum would not: before a
+    LayerNorm, its gradients are rounding errors.
     """
     inputs, targets = batch
     outputs = model(inputs)
@@ -112,13 +112,13 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def backward(model: nn.Module, batch: Batch) -> None:
-    """Gradients of the batch, from none: what a step does before the optimizer."""
+    """Clear the gradients and run forward and backward: a step without the optimizer."""
     model.zero_grad(set_to_none=True)
     loss(model, batch).backward()
 
 
 def _moved(inputs: Any, device: torch.device) -> Any:
-    """Tensors on ``device``. A route stays on the host, which has to follow it."""
+    """Return tensors on ``device``. A route stays on the host, which follows it."""
     if isinstance(inputs, Tensor):
         return inputs.to(device)
     if isinstance(inputs, tuple):
@@ -139,7 +139,7 @@ def _mlp() -> nn.Module:
 
 
 def transformer(width: int, heads: int) -> nn.Module:
-    # No dropout: the gradients of all configurations are compared with each other.
+    # No dropout: the gradients of all configurations are compared.
     layer = nn.TransformerEncoderLayer(
         d_model=width, nhead=heads, dim_feedforward=4 * width, dropout=0.0, batch_first=True
     )
@@ -147,7 +147,7 @@ def transformer(width: int, heads: int) -> nn.Module:
 
 
 def features(*shape: int) -> Callable[[torch.Generator, int], Batch]:
-    """Inputs and targets of one shape."""
+    """Return a function that draws inputs and targets of one shape."""
 
     def make(generator: torch.Generator, examples: int) -> Batch:
         sizes = (examples, *shape)
@@ -168,7 +168,7 @@ def _tokens(generator: torch.Generator, examples: int) -> Batch:
 
 
 def _hidden(generator: torch.Generator, examples: int) -> Batch:
-    """Sequences of 1,024, or of 2,048 where there are several."""
+    """Draw sequences of 1,024 tokens, or of 2,048 if there are several examples."""
     return features(2048 if examples > 1 else 1024, Llama3Layer.width)(generator, examples)
 
 
@@ -205,5 +205,5 @@ CASES = {
 
 
 def default_names(device: torch.device) -> list[str]:
-    """The cases that a device takes in reasonable time: on the CPU not the architectures."""
+    """Return the cases that run in reasonable time: without the architectures on the CPU."""
     return [case.name for case in ON_CPU] if device.type == "cpu" else list(CASES)

@@ -1,4 +1,4 @@
-"""What is compared: the unwrapped model, stock DDP in its modes, and tritonddp in its own."""
+"""The configurations to compare: the unwrapped model, and the modes of stock DDP and tritonddp."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Configuration:
     """One way to train a model.
 
     Attributes:
-        error: how far its gradients may be off stock's, of their norm, beyond rounding in fp32.
-        is_idle: ours in a world of one, where it sends nothing. Otherwise it sends there too, as
-            stock does.
+        error: tolerated difference of its gradients from stock's, relative to their norm, in
+            addition to fp32 rounding.
+        is_idle: ours in a world of one sends nothing. Otherwise, it sends there too, as stock does.
     """
 
     name: str  # unique; the key of results
@@ -37,7 +37,7 @@ class Configuration:
     is_compiled: bool = False  # by inductor, as torch.compile of the wrapper does it
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model as this configuration trains it; collective."""
+        """Wrap the model in this configuration; collective."""
         if self.wrapper is None:
             return model
         reducer: Any = sys.modules.get("tritonddp.reducer.autograd_driver")
@@ -49,15 +49,15 @@ class Configuration:
             wrapped: Any = self.wrapper(module, **self.options)
         if self.is_compiled:
             wrapped.compile()
-        if hasattr(wrapped, "_ddp_state") and not self.is_idle:  # ours, of whatever revision
+        if hasattr(wrapped, "_ddp_state") and not self.is_idle:  # ours, of any revision
             core = wrapped._ddp_state.core
             getattr(core, "reductions", core).exchanges_alone = True
         return wrapped
 
 
 class Network(nn.Module):
-    """A module behind a ``forward`` that is not torch's own: frames of torch's modules, of a
-    Sequential say, dynamo skips within stock DDP, which then compiles nothing at all."""
+    """Runs a module in a ``forward`` that is not torch's. In stock DDP, dynamo skips frames of
+    torch's modules, for example of a Sequential, and would then compile nothing."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -69,28 +69,28 @@ class Network(nn.Module):
 
 @dataclass(frozen=True)
 class Family:
-    """Configurations that are compared like against like.
+    """Configurations of one mode, which are compared with each other.
 
     Attributes:
-        stock: stock DDP's configurations; the best of them is what ours is measured by.
-        alike: two of the same configuration, each a model of its own: how far two medians of the
-            same thing lie apart.
+        stock: configurations of stock DDP; ours is compared with the best of them.
+        alike: two identical configurations with separate models: the difference of their medians
+            is the noise.
     """
 
-    name: str  # of the mode: gradients are copies, or views of the buckets; or the wire
+    name: str  # of the mode: copied gradients, views of the buckets, or the wire
     ours: Configuration  # tritonddp
     stock: tuple[Configuration, ...]
     alike: tuple[Configuration, Configuration]
-    beside: tuple[Configuration, ...] = ()  # measured too, but not part of the comparison
+    beside: tuple[Configuration, ...] = ()  # measured too, but not compared
 
     @property
     def members(self) -> tuple[Configuration, ...]:
-        """Each once."""
+        """Return all configurations, without duplicates."""
         return once((*self.stock, *self.alike, self.ours, *self.beside))
 
 
 def once(configurations: Iterable[Configuration]) -> tuple[Configuration, ...]:
-    """Each name once."""
+    """Return the configurations without duplicate names."""
     return tuple({each.name: each for each in configurations}.values())
 
 
@@ -101,16 +101,16 @@ BARE = (UNWRAPPED, UNWRAPPED_AGAIN)
 
 
 def takes(option: str) -> bool:
-    """Whether the installed torch's DDP knows an option: ``batched_grad_copy`` from 2.13 on."""
+    """Return True if the installed stock DDP has an option (``batched_grad_copy``: 2.13)."""
     return option in inspect.signature(StockDDP).parameters
 
 
 def families(unused: bool = False) -> tuple[Family, Family]:
-    """Copies and views.
+    """Return the families of copied gradients and of views.
 
     Args:
-        unused: for models with unused parameters, which stock trains with
-            ``find_unused_parameters=True`` alone.
+        unused: for models with unused parameters, for which stock DDP needs
+            ``find_unused_parameters=True``.
     """
     found = []
     for name, mode in MODES.items():
@@ -122,18 +122,18 @@ def families(unused: bool = False) -> tuple[Family, Family]:
             stock = _ways(_stock("stock" + suffix, mode))
         again = replace(stock[0], name="stock again" + suffix)
         found.append(Family(name, _ours("ours" + suffix, mode), stock, (stock[0], again)))
-    # (Where ranks use different parameters, FSDP2's collectives do not match.)
+    # If ranks use different parameters, the collectives of FSDP2 do not match.
     return (found[0] if unused else replace(found[0], beside=fsdp2())), found[1]
 
 
 def fsdp2() -> tuple[Configuration, ...]:
-    """PyTorch's wrappers of FSDP2, as its tutorial applies them: to each layer, then to the root.
+    """Return FSDP2's wrappers, applied as in PyTorch's tutorial: to each layer, then to the root.
 
     A layer is a module of a ``ModuleList`` or ``Sequential``.
     """
     try:
         from torch.distributed._composable.replicate_with_fsdp import replicate
-    except ImportError:  # of torch before 2.9
+    except ImportError:  # torch before 2.9
         return ()
     from torch.distributed.fsdp import fully_shard
 
@@ -155,8 +155,8 @@ def fsdp2() -> tuple[Configuration, ...]:
 
 
 def compiled() -> Family:
-    """Wrappers that are compiled: stock's graph is split at its buckets, ours is one. Graphs are
-    fused differently, so gradients may differ a little."""
+    """Return the compiled wrappers: stock's graph is split at its buckets, ours is one graph.
+    Graphs are fused differently, so gradients may differ slightly."""
     stock, again, ours = (
         replace(each, name=f"{each.name} compiled", is_compiled=True, error=1e-4)
         for each in (_stock("stock", {}), _stock("stock again", {}), _ours("ours", {}))
@@ -170,14 +170,14 @@ def on_cards(
     unused: bool = False,
     alone: bool = False,
 ) -> Families:
-    """Copies, views and wires as they are compared on GPUs, by name.
+    """Return copies, views and wires as they are compared on GPUs, by name.
 
-    Of copies and views stock has its own bucket sizes, and ours too. A second bare model shows what
-    overheads cannot resolve.
+    For copies and views, stock has its default bucket sizes, and also ours. A second bare model
+    shows the noise of overheads.
 
     Args:
-        sizes: of our buckets, in MiB, in the order of their launches.
-        alone: there is one rank: ours is measured beside as users have it then, idle.
+        sizes: sizes of our buckets in MiB, in launch order.
+        alone: there is one rank: idle ours, which sends nothing, is measured too.
     """
     modes = {each.name: each for each in (*families(unused), *wires(), compiled())}
     found = []
@@ -193,12 +193,12 @@ def on_cards(
 
 
 def idle_of(ours: Configuration) -> Configuration:
-    """The same as users have it with one rank."""
+    """Return the same configuration as users get it with one rank, which sends nothing."""
     return replace(ours, name=ours.name.replace("ours", "ours idle"), is_idle=True)
 
 
 def with_sizes(stock: Configuration, sizes: Sequence[float]) -> Configuration:
-    """Stock with buckets of these sizes, in MiB; with the largest for all, if it takes no list."""
+    """Return stock with buckets of these sizes in MiB, or of the largest if it takes no list."""
     given: dict[str, Any] = {"bucket_cap_mb_list": list(sizes)}
     if not takes("bucket_cap_mb_list"):
         given = {"bucket_cap_mb": max(sizes)}
@@ -207,12 +207,12 @@ def with_sizes(stock: Configuration, sizes: Sequence[float]) -> Configuration:
 
 
 def through(ours: Configuration, transport: str, label: str | None = None) -> Configuration:
-    """Ours by a transport: ``"process_group"``, where ranks of a host would share memory."""
+    """Return ours with a transport, for example ``"process_group"`` instead of shared memory."""
     return replace(ours, name=label or ours.name, options={**ours.options, "transport": transport})
 
 
 def wires() -> Families:
-    """Ways to send fewer bytes, each against stock in fp32."""
+    """Return the wire formats with fewer bytes, each compared with stock in fp32."""
     stock, again = _stock("stock", {}), _stock("stock again", {})
     return tuple(
         Family(name, _ours(f"ours {name}", *options), (stock,), (stock, again))
@@ -220,7 +220,7 @@ def wires() -> Families:
     )
 
 
-# Options, and how far gradients may be off: half a step of the wire's numbers for each cast.
+# Options, and tolerated errors: half a step of the wire's numbers for each cast.
 WIRES: dict[str, tuple[dict[str, Any], float]] = {
     "fp32": ({}, 0.0),
     "bf16": ({"reduce_dtype": torch.bfloat16}, 1e-2),
@@ -238,7 +238,7 @@ def _ours(name: str, options: Mapping[str, Any], error: float = 0.0) -> Configur
 
 
 def _ways(stock: Configuration) -> tuple[Configuration, ...]:
-    """Stock as it is, and with gradients copied a bucket at a time, if it can."""
+    """Return stock as it is, and with gradients copied per bucket, if the version supports that."""
     if not takes("batched_grad_copy"):
         return (stock,)
     name = stock.name.replace("stock", "stock batched")

@@ -1,4 +1,4 @@
-"""Do all configurations make the same gradients? Nothing is timed before that is known."""
+"""Check that all configurations produce the same gradients, before anything is timed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.models.cases import Case, loss
 from benchmarks.models.configurations import UNWRAPPED, UNWRAPPED_AGAIN
 
 STEPS = 3
-TOLERANCE = 1e-5  # of the norm of a whole model's gradient
+TOLERANCE = 1e-5  # relative to the norm of a whole model's gradient
 
 
 class WrongGradients(RuntimeError):
@@ -25,15 +25,15 @@ class WrongGradients(RuntimeError):
 
 @dataclass(frozen=True)
 class Agreement:
-    """How the gradients of a configuration compare with those of the reference.
+    """Comparison of the gradients of a configuration with the reference.
 
     Attributes:
         error: largest ``|this - reference| / |reference|`` of a whole model's gradient, in norms.
     """
 
-    same_bits: bool  # all bits, in every checked step, and the same parameters without a gradient
+    same_bits: bool  # in every checked step, and the same parameters have no gradient
     error: float
-    same_on_all_ranks: bool  # all bits of all ranks, in every checked step
+    same_on_all_ranks: bool  # bitwise, in every checked step
 
 
 def check(
@@ -44,20 +44,21 @@ def check(
     alike: tuple[str, str],
     errors: Mapping[str, float] | None = None,
 ) -> dict[str, Agreement]:
-    """Compare the gradients of all wrapped models with the reference's, and between the ranks.
+    """Compare the gradients of all wrapped models with the reference, and between the ranks.
 
-    Several steps with a batch each: buckets are rebuilt after the first, and stale gradients show.
+    Several steps run, each with a new batch: buckets are rebuilt after the first step, and stale
+    gradients are detected.
 
     Args:
-        models: by configuration, all with the same parameters; among them the unwrapped one.
-        reference: whose gradients the others must have.
-        alike: two models of one configuration. What sets these two apart, the order of a GPU's
-            atomic additions say, is nobody's error.
-        errors: by configuration, how far its gradients may be off by what they travel in.
+        models: models by configuration, all with the same parameters, including the unwrapped one.
+        reference: the configuration with the expected gradients.
+        alike: two models of one configuration. Differences between these, for example from atomic
+            additions on a GPU, are not errors.
+        errors: by configuration, tolerated differences that its wire format causes.
 
     Raises:
         WrongGradients: gradients differ by more than rounding. On the CPU with at most 2 ranks
-            every bit must agree.
+            every bit must match.
     """
     exact = ranks.device.type == "cpu" and ranks.world_size <= 2
     names = list(dict.fromkeys((reference, *alike, *sorted(models))))
@@ -128,11 +129,11 @@ class Gradient:
         return cls(values.detach(), torch.tensor(present, device=values.device))
 
     def equals(self, other: Gradient) -> bool:
-        """Whether all bits agree; NaN equals nothing."""
+        """Return True if all bits match; NaN equals nothing."""
         return torch.equal(self.values, other.values) and torch.equal(self.present, other.present)
 
     def off(self, other: Gradient) -> float:
-        """Norm of the difference over the norm of ``other``; infinite where presence differs."""
+        """Return the relative norm of the difference; infinite if different parameters have one."""
         if self.equals(other):
             return 0.0
         if not torch.equal(self.present, other.present):
@@ -140,7 +141,7 @@ class Gradient:
         return float((self.values - other.values).norm() / other.values.norm())
 
     def same_on_all(self, ranks: Ranks) -> bool:
-        """Whether this rank has rank 0's bits; collective."""
+        """Return True if this rank has the same bits as rank 0; collective."""
         values, present = self.values.clone(), self.present.to(torch.uint8)
         dist.broadcast(values, src=0)
         dist.broadcast(present, src=0)
@@ -148,13 +149,13 @@ class Gradient:
 
 
 def _whole(gradient: Tensor) -> Tensor:
-    """Of all ranks, where FSDP2 has sharded it; collective."""
+    """Gather the gradient from all ranks if FSDP2 has sharded it; collective."""
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """cuDNN adds up in the same order each time; for checking only, as it may be slower."""
+    """Make cuDNN add in a fixed order. It may be slower, so this is only for checks."""
     before = torch.backends.cudnn.deterministic
     torch.backends.cudnn.deterministic = True
     try:

@@ -1,1 +1,1 @@
-"""How long do steps take between hosts on slow lines, and exchanges within a host?"""
+"""How long do steps take between hosts on slow networks, and exchanges within a host?"""

@@ -3,12 +3,12 @@
     python benchmarks/network/network.py [--by-wire] [--hosts 2 4 2x2]
         [--rates 100mbit 1gbit 10gbit none] [--out FILE]
 
-Hosts are network namespaces (namespaces.py) with one rank each over gloo, or more: 2x4 are 2 hosts
-of 4 ranks each. What is timed
-is a whole step, forward, backward and the synchronization of gradients, on the slowest rank, next
-to the shortest time that the line allows (result.py); with `--by-wire`, with fewer bytes too, in
-bf16 and less, each against stock in fp32. Needs root, `ip` and `tc`; ends with status 2 and a word
-of advice where it cannot have them.
+Hosts are network namespaces (namespaces.py) with one or more ranks each, over gloo: 2x4 means 2
+hosts of 4 ranks each. A whole step is timed (forward, backward and the synchronization of
+gradients) on the slowest rank, and compared with the shortest time that the line allows
+(result.py). With `--by-wire`, steps that send fewer bytes, in bf16 and smaller formats, are each
+compared with stock in fp32. Needs root, `ip` and `tc`; without them, it ends with status 2 and a
+message.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, not an installed version
 
 from benchmarks.base import command
 from benchmarks.network.namespaces import NetworkUnavailableError, network, run_on
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def run(count: int, each: int, options: argparse.Namespace, out: Path) -> list[int | None]:
-    """Measure with ``each`` ranks on each of ``count`` hosts; their exit statuses.
+    """Measure with ``each`` ranks on each of ``count`` hosts. Return their exit statuses.
 
     Raises:
         NetworkUnavailableError: see :func:`namespaces.network`.
@@ -64,7 +64,7 @@ def run(count: int, each: int, options: argparse.Namespace, out: Path) -> list[i
 
 
 def rate_of(text: str) -> float | None:
-    """Bits per second of a rate as ``tc`` writes it, ``None`` for ``none``."""
+    """Parse a rate in the notation of ``tc`` into bits per second; ``None`` for ``none``."""
     if text == "none":
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", text.lower())
@@ -74,7 +74,7 @@ def rate_of(text: str) -> float | None:
 
 
 def hosts_of(text: str) -> tuple[int, int]:
-    """Hosts, and ranks of each, as in ``2`` or ``2x4``."""
+    """Parse the number of hosts and of ranks per host, as in ``2`` or ``2x4``."""
     match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
     hosts, each = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
     if not 2 <= hosts <= 250 or each < 1:

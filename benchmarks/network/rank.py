@@ -1,10 +1,10 @@
-"""What network.py runs on each host: one rank that times training steps at several line rates.
+"""The process of network.py on each host: one rank that times training steps at several line rates.
 
     python benchmarks/network/rank.py PLAN      a Plan as JSON; rank 0 adds to its result file
 
-Every rank holds the unwrapped model and all configurations of stock DDP and tritonddp side by side,
-as in step.py, and limits its own line. In each round every configuration takes one step, in an
-order shuffled anew.
+Every rank holds the unwrapped model and all configurations of stock DDP and tritonddp, as in
+step.py, and limits its own line. In each round every configuration takes one step, in a newly
+shuffled order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, not an installed version
 
 from benchmarks.base import deadline
 from benchmarks.base.command import Output
@@ -48,25 +48,25 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rank is to measure.
+    """The measurements of a rank.
 
     Attributes:
-        seconds: that the rounds at a rate should take, once there are two; less if a deadline
+        seconds: target duration of the rounds at one rate, after two rounds; shorter if a deadline
             comes first.
     """
 
-    namespace: str  # of its host
+    namespace: str  # namespace of the host
     out: str  # the result file
     rates: Sequence[float | None]  # bits per second of every host's line, None for no limit
     models: Sequence[str]  # names in MODELS
     by_wire: bool  # see families_at()
-    rounds: int  # at each rate, at most
+    rounds: int  # maximum number at each rate
     seconds: float
     ranks_per_host: int
 
 
 class ReadyClock:
-    """Notes when the gradients of a model become ready."""
+    """Records when the gradients of a model become ready."""
 
     def __init__(self, model: nn.Module) -> None:
         self.times: list[float] = []
@@ -84,13 +84,13 @@ class ReadyClock:
 
 
 class Contenders:
-    """All configurations of one model, their gradients checked, their buckets at rest.
+    """All configurations of one model, after checking their gradients and rebuilding their buckets.
 
     Attributes:
-        facts: ``model``, ``parameters`` (how many elements they have), ``gradient_bytes`` of each
-            in the order of sending, ``bucket_counts`` (gradients in each of our buckets),
-            ``gradients`` (how those of each configuration compare with stock's).
-        ready: seconds until each gradient was there, in the same order, if the last step was
+        facts: ``model``, ``parameters`` (number of elements), ``gradient_bytes`` of each gradient
+            in sending order, ``bucket_counts`` (number of gradients in each of our buckets),
+            ``gradients`` (comparison of each configuration's gradients with stock's).
+        ready: seconds until each gradient was ready, in the same order, if the last step was
             unwrapped.
     """
 
@@ -121,7 +121,7 @@ class Contenders:
             )
 
     def step(self, name: str) -> float:
-        """Seconds of a step of this rank: forward, backward, gradients synchronized."""
+        """Return the seconds of a step of this rank: forward, backward and synchronization."""
         model = self._models[name]
         model.zero_grad(set_to_none=True)
         self._clock.restart()
@@ -133,7 +133,7 @@ class Contenders:
         return end - start
 
     def sent_bytes(self, name: str) -> int | None:
-        """What tritonddp has counted so far; ``None`` for others."""
+        """Return tritonddp's count of sent bytes so far; ``None`` for other configurations."""
         counters = getattr(getattr(self._models.get(name), "reducer", None), "counters", None)
         return None if counters is None else counters.sent_bytes
 
@@ -170,9 +170,9 @@ def measure(
     """Time all contenders at one rate until ``end``.
 
     Returns:
-        Of this rank, by contender, in the order of rounds: ``seconds``, and ``tx_bytes``, what this
-        host has sent. ``sent_bytes``, what tritonddp counts in a step. ``ready_seconds`` of the
-        gradients in each unwrapped step.
+        For this rank, by contender, in the order of rounds: ``seconds``, and ``tx_bytes``, the
+        bytes that this host has sent. ``sent_bytes``: tritonddp's own count for a step.
+        ``ready_seconds``: ready times of the gradients in each unwrapped step.
     """
     compared = contenders_of(families_at(rate, plan.by_wire))
     names = [UNWRAPPED.name, *(each.name for each in compared)]
@@ -183,7 +183,7 @@ def measure(
         ranks.barrier()
         tx_before, counted_before = tx_bytes(), contenders.sent_bytes(name)
         seconds = contenders.step(name)
-        # What this rank has written to its sockets has left before the barrier's messages.
+        # The data in this rank's sockets leaves before the messages of the barrier.
         ranks.barrier()
         if counted_before is not None:
             counted[name] = contenders.sent_bytes(name) - counted_before
@@ -191,7 +191,7 @@ def measure(
             ready.append(contenders.ready)
         return seconds, tx_bytes() - tx_before
 
-    contenders.step("stock")  # TCP gets to know the rate
+    contenders.step("stock")  # lets TCP adapt to the rate
     numbers = deadline.rounds(plan.rounds, end, LEAST_ROUNDS, agreed=ranks.agreed)
     ways = {name: partial(sample, name) for name in names}
     samples = deadline.interleaved(ways, numbers, f"{rate}")

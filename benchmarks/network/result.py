@@ -1,10 +1,11 @@
-"""What network.py says about one number of hosts, one line rate and one model.
+"""The result of network.py for one number of hosts, one line rate and one model.
 
-A step cannot end before every bucket has been all-reduced, a bucket cannot leave before its
-gradients are ready, and a host cannot send faster than its token bucket lets it. So the shortest
-time has two parts: the line at work, and the line idle because nothing is ready, which is the
-compute that cannot overlap: the forward, the backward up to the first full bucket, and gaps between
-buckets. Copies into and out of buckets are not in it: they are what an implementation adds.
+A step cannot end before every bucket has been all-reduced, a bucket cannot be sent before its
+gradients are ready, and a host cannot send faster than its token bucket allows. So the shortest
+time has two parts: the line is busy, or the line is idle because nothing is ready. The second part
+is compute that cannot overlap: the forward, the backward up to the first full bucket, and gaps
+between buckets. Copies into and out of buckets are not included, because they depend on the
+implementation.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from benchmarks.base.paired import Spread, paired_ratio
 from benchmarks.models.configurations import UNWRAPPED, Configuration, Family, families, once, wires
 from benchmarks.network.namespaces import burst_bytes
 
-# The token bucket counts Ethernet frames without preamble, checksum and gap (qdisc_pkt_len), and
-# those of a packet of many segments one by one. The rest is IPv4, TCP and TCP's timestamps.
+# The token bucket counts Ethernet frames without preamble, checksum and gap (qdisc_pkt_len); it
+# counts the frames of a segmented packet individually. The rest is IPv4, TCP and TCP timestamps.
 MTU = 1500
 FRAME_BYTES = 14 + MTU
 FRAME_PAYLOAD = MTU - 20 - 20 - 12
@@ -30,7 +31,7 @@ FRAME_PAYLOAD = MTU - 20 - 20 - 12
 class Limit:
     """The shortest time of a step, in seconds, and its parts."""
 
-    line: float  # the line is at work
+    line: float  # the line is busy
     compute: float  # the line waits for gradients
 
     @property
@@ -39,19 +40,18 @@ class Limit:
 
 
 def ring_bytes(payload: float, hosts: int) -> float:
-    """What each host must send to all-reduce ``payload`` bytes, without headers.
+    """Return the bytes that each host must send to all-reduce ``payload`` bytes, without headers.
 
-    The least that any algorithm can do whose hosts send equally much: reduce-scatter and
-    all-gather, ``(hosts - 1) / hosts`` of the payload each. gloo's ring sends just that.
+    This is the minimum of all algorithms in which every host sends equally much: a reduce-scatter
+    and an all-gather, ``(hosts - 1) / hosts`` of the payload each. gloo's ring sends exactly that.
     """
     return 2 * (hosts - 1) / hosts * payload
 
 
 def frame_bytes(payload: float) -> float:
-    """What a token bucket counts for this many bytes of TCP payload in full frames.
+    """Return the bytes that a token bucket counts for a TCP payload in full frames.
 
-    Acknowledgements of what comes the other way are left out: about 0.1% with segmentation
-    offload.
+    Acknowledgements of the opposite direction are omitted: about 0.1% with segmentation offload.
     """
     return payload * FRAME_BYTES / FRAME_PAYLOAD
 
@@ -59,15 +59,15 @@ def frame_bytes(payload: float) -> float:
 def step_limit(
     ready: Sequence[float], payloads: Sequence[float], hosts: int, rate: float | None, burst: int
 ) -> Limit:
-    """The limit of a step whose buckets are sent one behind the other.
+    """Return the limit of a step whose buckets are sent one after the other.
 
     Args:
-        ready: when the last gradient of each bucket is there, in seconds from the start of the
-            step, in the order of sending.
+        ready: when the last gradient of each bucket is ready, in seconds from the start of the
+            step, in sending order.
         payloads: bytes of each bucket.
-        hosts: that take part, with one rank each.
-        rate: bits per second of each host's line; ``None`` takes no time at all.
-        burst: bytes that a line which was idle for long lets through in no time.
+        hosts: number of hosts, with one rank each.
+        rate: bits per second of each host's line; with ``None``, sending takes no time.
+        burst: bytes that an idle line sends without delay.
     """
     if rate is None:
         return Limit(0.0, ready[-1])
@@ -85,11 +85,11 @@ def step_limit(
 
 
 def families_at(rate: float | None, by_wire: bool) -> tuple[Family, ...]:
-    """What is compared on a line of this rate.
+    """Return the families to compare on a line of this rate.
 
-    By wire: ways to send fewer bytes. Otherwise copies and views, all in full precision: below
-    1 Gbit/s a step takes seconds, of which stock's ways to copy gradients, and views of buckets,
-    could save no more than a few milliseconds: there it is stock's default and ours.
+    By wire: formats with fewer bytes. Otherwise copies and views in full precision. Below 1 Gbit/s
+    only stock's default and ours: there a step takes seconds, of which other ways to copy
+    gradients, and views of buckets, could save at most a few milliseconds.
     """
     if by_wire:
         return wires()
@@ -100,24 +100,24 @@ def families_at(rate: float | None, by_wire: bool) -> tuple[Family, ...]:
 
 
 def contenders_of(groups: Sequence[Family]) -> tuple[Configuration, ...]:
-    """Each configuration once."""
+    """Return each configuration once."""
     return once(each for group in groups for each in (*group.stock, group.ours))
 
 
 def evaluate(
     ranks: Sequence[dict[str, Any]], by_wire: bool = False, ranks_per_host: int = 1
 ) -> dict[str, Any]:
-    """An entry of the result file.
+    """Return an entry of the result file.
 
-    Beside the steps is the limit of the line, with every gradient sent as soon as it is ready. What
-    a step takes beyond it is the wait for full buckets, the wrapper's own work, and what computing
-    and sending at once cost each other.
+    It contains the steps, and the limit of the line with every gradient sent as soon as it is
+    ready. The excess of a step over the limit is the wait for full buckets, the wrapper's own work,
+    and the slowdown from computing and sending at the same time.
 
     Args:
-        ranks: of each rank what :func:`network_rank.measure` returned, and the model's facts.
-        by_wire: what they sent differs: the limits of each are those of as many bytes.
-        ranks_per_host: the limits are those of a ring over all ranks all the same, which crosses
-            each line once.
+        ranks: for each rank the result of :func:`network_rank.measure`, and the model's facts.
+        by_wire: configurations send different numbers of bytes; each gets the limit of its bytes.
+        ranks_per_host: limits are nevertheless those of a ring over all ranks, which crosses each
+            line once.
     """
     hosts, first = len(ranks), ranks[0]
     rate, sizes, counts = first["rate"], first["gradient_bytes"], first["bucket_counts"]
@@ -127,14 +127,14 @@ def evaluate(
     slowest = {
         name: _largest([rank["seconds"][name] for rank in ranks]) for name in first["seconds"]
     }
-    # When the gradients were there on all ranks, in the median round.
+    # When the gradients were ready on all ranks, in the median round.
     rounds = zip(*(rank["ready_seconds"] for rank in ranks), strict=True)
     latest = [_largest(of_ranks) for of_ranks in rounds]
     ready = [statistics.median(gradient) for gradient in zip(*latest, strict=True)]
     burst = 0 if rate is None else burst_bytes(rate)
 
     def limit_of(share: float = 1.0) -> Limit:
-        """Of steps that send this share of the gradients' bytes."""
+        """Return the limit of steps that send this share of the gradients' bytes."""
         return step_limit(ready, [share * size for size in sizes], hosts, rate, burst)
 
     limit = limit_of()
@@ -173,14 +173,14 @@ def evaluate(
 
 
 def _largest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
-    """Element by element, over the ranks."""
+    """Return the elementwise maximum over the ranks."""
     return [max(each) for each in zip(*of_ranks, strict=True)]
 
 
 def _comparisons(
     rate: float | None, seconds: dict[str, list[float]], by_wire: bool
 ) -> dict[str, Any]:
-    """Ours against stock's configuration with the lowest median, each family by itself."""
+    """Compare ours in each family with the stock configuration that has the lowest median."""
 
     def median(configuration: Configuration) -> float:
         return statistics.median(seconds[configuration.name])

@@ -2,8 +2,8 @@
 
     python benchmarks/report/pdf.py [--page FILE] [--out FILE]
 
-It needs the packages markdown and weasyprint, which `make report` installs, and Pango, a library of
-the system.
+Needs the packages markdown and weasyprint, which `make report` installs, and the system library
+Pango.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> int:
     try:
         import markdown
         import weasyprint
-    except (ImportError, OSError) as error:  # OSError: Pango is not there
+    except (ImportError, OSError) as error:  # OSError: Pango is not installed
         print(
             f"make report: {error}: pip install markdown weasyprint; weasyprint needs Pango",
             file=sys.stderr,
@@ -59,7 +59,7 @@ def main() -> int:
     if missing:
         print(f"make report: there is no {', '.join(missing)}: make figures", file=sys.stderr)
         return 1
-    # Other pages are not in the PDF: what links to them is text.
+    # Other pages are not in the PDF, so links to them become text.
     text = PAGE_LINK.sub(r"\1", text)
     body = markdown.markdown(text, extensions=list(EXTENSIONS), output_format="html")
     document = f"<html lang='en'><style>{STYLE}</style><body>{body}</body></html>"

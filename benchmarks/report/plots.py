@@ -1,4 +1,4 @@
-"""Result files as the plots of the pages, each to be understood at a glance."""
+"""Draws result files as the plots of the documentation pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 try:
     import matplotlib
 
-    matplotlib.use("agg")  # draws into files, needs no display
+    matplotlib.use("agg")  # draws into files, without a display
     from matplotlib import pyplot
     from matplotlib.figure import Figure
 except ImportError as error:
@@ -19,16 +19,16 @@ except ImportError as error:
 
 from benchmarks.base.results import Record, Result
 
-# Okabe and Ito's palette, which color-blind eyes tell apart.
+# The palette of Okabe and Ito, which is distinguishable with color blindness.
 OURS, STOCK, OTHER = "#0072b2", "#e69f00", "#8c8c8c"
 LIMIT = "#d55e00"
 _MARK = {"markersize": 12, "markeredgewidth": 2.5}
 
 
-# The first page's picture: one step without an exchange, with tritonddp and with stock DDP.
+# The plot of the first page: one step without an exchange, with tritonddp and with stock DDP.
 _MODEL = "transformer"
 _THEMES = {
-    # The same palette; ink of the text.
+    # The same palette, and the color of text.
     "light": {"rest": "#c3c9cf", "backward": "#8a949e", "exposed": "#c85000", "ink": "#1f2328"},
     "dark": {"rest": "#565f68", "backward": "#8a949e", "exposed": "#e69f00", "ink": "#e6edf3"},
 }
@@ -40,11 +40,11 @@ _PARTS = {
 
 
 def ratios(step: Result) -> Figure:
-    """Ours / stock's best with its interval, bound and what stock shows against itself."""
+    """Plot ours / best stock with its interval, the bound, and stock compared with itself."""
     rows = step.compared
     figure, axes = pyplot.subplots(figsize=(9, 1.9 + 0.42 * len(rows)), layout="constrained")
     for place, one in enumerate(rows):
-        # As far to both sides: which of the two stocks is the first means nothing.
+        # Symmetric, because the order of the two stock models means nothing.
         away = max(one.again.high, 1 / one.again.low)
         axes.barh(place, away - 1 / away, 0.62, left=1 / away, color="#dddddd")
         axes.plot([one.ours.low, one.ours.high], [place, place], color=OURS, linewidth=2.5)
@@ -54,7 +54,7 @@ def ratios(step: Result) -> Figure:
     axes.axvline(1, color="black", linewidth=0.8, zorder=0.5)
     ends = [end for one in rows for end in (one.ours.low, one.ours.high)]
     bounds = [one.bound for one in rows if one.bound]
-    # A band may be wider than the picture; an interval must not be.
+    # A band may exceed the plot; an interval must not.
     low, high = min([0.85, *ends, *bounds]), max([1.15, *ends])
     axes.set_xlim(low - 0.03, high + 0.03)
     whole = [one.of == "whole steps" for one in rows]
@@ -86,8 +86,8 @@ def ratios(step: Result) -> Figure:
 
 
 def draw_step(step: Result, path: Path) -> None:
-    """Draw the first page's picture, all bars to one scale: ``path``, an SVG file,
-    with ``-light`` and ``-dark`` before its suffix."""
+    """Draw the plot of the first page, all bars to the same scale: ``path``, an SVG file, with
+    ``-light`` and ``-dark`` before its suffix."""
     bars = _parts_of(step.models[_MODEL])
 
     def figure_of(colors: Mapping[str, str]) -> Figure:
@@ -102,7 +102,7 @@ def draw_step(step: Result, path: Path) -> None:
 
 
 def _parts_of(model: Record) -> dict[str, dict[str, float]]:
-    """Milliseconds of each part of a step, by who exchanges gradients."""
+    """Return the milliseconds of each part of a step, by wrapper."""
     (stock,) = (one.best for one in model.compared if one.gradients == "copies")
     backward = model.seconds.unwrapped.median
     rest = model.step_seconds.unwrapped.median - backward
@@ -136,7 +136,7 @@ def save(figure: Figure, path: Path, dpi: int | None = 120) -> None:
 
 
 def finish(figure: Figure, title: str, result: Result, note: str) -> None:
-    """Title, and below everything in small print what was measured where."""
+    """Add the title, and a footnote with the measurement and the machine."""
     figure.suptitle(title, fontsize=13)
     figure.supxlabel(f"{note}\n{result.source}", fontsize=8, color="#444444")
 
@@ -147,8 +147,8 @@ def save_themed(
     """Draw an SVG file for light and dark pages: ``path`` with the theme before its suffix.
 
     Args:
-        colors: by theme; that of texts is ``"ink"``.
-        draw: makes the figure of a theme's colors.
+        colors: colors by theme; the color of text is ``"ink"``.
+        draw: creates the figure with the colors of a theme.
     """
     for theme, chosen in colors.items():
         style = {

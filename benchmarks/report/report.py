@@ -2,15 +2,13 @@
 
     python benchmarks/report/report.py [--figures [--from local] | --check | --folder FOLDER]
 
-Reads ``benchmarks/results/<machine>/*.json``, whatever is there. For each machine it writes
-``tables.md``, and plots beside it; with ``--figures`` also what stands in ``README.md``,
-``docs/*.md`` between the markers ``<!-- figures: NAME -->`` and
-``<!-- end figures -->``.
-``--check`` writes nothing, and ends with status 1 if a table or figure is not that of the result
-files.
+Reads all of ``benchmarks/results/<machine>/*.json``. For each machine it writes ``tables.md`` and
+plots in the same folder; with ``--figures`` also the text in ``README.md`` and ``docs/*.md``
+between the markers ``<!-- figures: NAME -->`` and ``<!-- end figures -->``. ``--check`` writes
+nothing, and ends with status 1 if a table or figure does not match the result files.
 
-The folder ``local``, where `make bench` writes and which git ignores, is no such machine unless
-``--folder`` names it. ``--from local`` first copies what is there over ``cpu``.
+The folder ``local``, which `make bench` writes and git ignores, is not such a machine unless
+``--folder`` names it. ``--from local`` first copies its content to ``cpu``.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, not an installed version
 
 from benchmarks.base.results import Results, load
 from benchmarks.report import tables as report_tables
@@ -35,10 +33,10 @@ PAGES = (
     ROOT / "docs" / "fewer-bytes.md",
     *sorted((ROOT / "docs").glob("benchmarks*.md")),
 )
-PICTURES = ROOT / "docs"  # the folder of those that are on pages
+PICTURES = ROOT / "docs"  # folder of the plots that pages show
 RESULTS = ROOT / "benchmarks" / "results"
 TABLES = "tables.md"
-LOCAL = "local"  # what make bench has measured here; git ignores it
+LOCAL = "local"  # results of make bench on this machine; git ignores them
 _FIGURES = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
 
 
@@ -71,10 +69,10 @@ def main() -> int:
 
 
 def take(source: Path, target: Path) -> None:
-    """Copy the results of one folder over those of another; its tables are made anew.
+    """Copy the results of one folder over those of another, without tables, which are rebuilt.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the source has no results.
     """
     if not list(source.glob("*.json")):
         raise ValueError(f"there are no results in {source}: run make bench")
@@ -86,10 +84,10 @@ def take(source: Path, target: Path) -> None:
 
 
 def filled(pages: Mapping[Path, str], figures: Mapping[str, Sequence[str]]) -> dict[Path, str]:
-    """The texts of the pages with these figures between their markers, each on one page.
+    """Return the texts of the pages with the figures between their markers, each on one page.
 
     Raises:
-        ValueError: there is a marker for what is no figure, or not one for what is one.
+        ValueError: a marker names no figure, or a figure does not have exactly one marker.
     """
     found = [match[2] for text in pages.values() for match in _FIGURES.finditer(text)]
     if sorted(found) != sorted(figures):
@@ -103,8 +101,8 @@ def filled(pages: Mapping[Path, str], figures: Mapping[str, Sequence[str]]) -> d
 
 
 def draw(results: Results, folder: Path, pictures: Path | None) -> None:
-    """Write the plots of one machine, and to the folder ``pictures`` those of the pages."""
-    from benchmarks.report import plots as report_plots  # not for tables: these need matplotlib
+    """Write the plots of one machine, and the plots of the pages to the folder ``pictures``."""
+    from benchmarks.report import plots as report_plots  # tables do not need matplotlib
 
     if "step" in results:
         report_plots.save(report_plots.ratios(results["step"]), folder / "step.png")

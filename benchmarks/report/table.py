@@ -1,4 +1,4 @@
-"""Tables, as Markdown and for a terminal, and how figures are written in them."""
+"""Tables in Markdown and for a terminal, and the format of their figures."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-# A page is made of tables and lines of text.
+# A page consists of tables and lines of text.
 Blocks = Iterable[Table | str]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The table of a kind of result file.
+    """The table for one kind of result file.
 
     Attributes:
-        columns: a heading, and how it is shown; an attribute's name: that one, as it is.
+        columns: a heading, and a function that formats the cell, or the name of an attribute to
+            show unchanged.
     """
 
-    of: Callable[[Any], Iterable[Any]]  # what of a result there is a row of each
+    of: Callable[[Any], Iterable[Any]]  # returns the items of a result, one per row
     columns: Sequence[tuple[str, Cell | str]]
     notes: Callable[[Any], Iterable[str]] = lambda _: ()  # lines below the table
 
@@ -56,7 +57,7 @@ def markdown(blocks: Blocks) -> Iterator[str]:
 
 
 def text(blocks: Blocks) -> Iterator[str]:
-    """Lines for a terminal, in columns."""
+    """Yield lines for a terminal, in columns."""
     for block in blocks:
         if isinstance(block, str):
             yield block
@@ -70,7 +71,7 @@ def text(blocks: Blocks) -> Iterator[str]:
 
 
 def number(value: float) -> str:
-    """Three digits, without an exponent."""
+    """Format three digits, without an exponent."""
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
     return f"{value:.{digits}f}"
 

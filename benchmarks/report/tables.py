@@ -1,4 +1,4 @@
-"""Result files as tables: of each machine's folder, of the pages, and of a benchmark's terminal."""
+"""Result files as tables: for each machine's folder, for the pages, and for the terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CEILING = "device copy"
 Show = Callable[[Result], Blocks]
 
 
-# A table of each kind of result
+# One table for each kind of result
 
 
 def _errors(step: Result) -> Iterator[str]:
@@ -44,7 +44,7 @@ def _errors(step: Result) -> Iterator[str]:
 
 
 def _against(ours: str, again: str) -> tuple[tuple[str, Cell], ...]:
-    """Columns: ours, and what it is held against against itself."""
+    """Return columns for ours, and for its reference compared with itself."""
     return (
         (ours, lambda one: three(one.ours.median)),
         ("95% interval", lambda one: interval(one.ours)),
@@ -72,13 +72,13 @@ comparisons = Rows(
 
 
 def _of_models(result: Result, key: str) -> Iterator[Record]:
-    """Of each model each configuration that has one of these, which is ``found``."""
+    """Yield each configuration of each model that has ``key``; its value becomes ``found``."""
     for name, model in result.models.items():
         for label, found in (model.get(key) or {}).items():
             yield Record(name=name, label=label, found=found, model=model)
 
 
-# All that was timed: medians and quartiles in ms, overhead, bytes and launches.
+# All timed configurations: medians and quartiles in ms, overhead, bytes and launches.
 configurations = Rows(
     partial(_of_models, key="seconds"),
     (
@@ -100,7 +100,7 @@ def _megabytes(nbytes: int) -> str:
 
 def _gpu_steps(result: Result) -> Iterator[Record]:
     for part, step in result.steps.items():
-        if not part.endswith("pair"):  # whose ranks took turns on one card
+        if not part.endswith("pair"):  # its ranks took turns on one GPU
             yield from step.compared
 
 
@@ -108,7 +108,7 @@ def _took(one: Record, name: str | None) -> str:
     return median_ms(one.model.step_seconds.get(name))
 
 
-# Of `make gpu`: whole steps beside stock's best, both of which send, in ms.
+# For `make gpu`: whole steps compared with the best stock, in ms; both send.
 gpu_steps = Rows(
     _gpu_steps,
     (
@@ -141,7 +141,7 @@ def _variants(result: Result) -> Iterator[Record]:
             yield Record(found, name=name, label=label, bare=bare)
 
 
-# Steps by options, in ms: when the host is done, the device too, and beyond the unwrapped.
+# Steps by options, in ms: until host and device finish, and in excess of the unwrapped model.
 variants = Rows(
     _variants,
     (
@@ -159,7 +159,7 @@ variants = Rows(
 
 
 def _costs(result: Result, show: Callable[[Any], str]) -> dict[str, dict[str, str]]:
-    """The host's work in microseconds, by configuration, and by kind and column."""
+    """Return the host's work in microseconds, by configuration, then by kind and column."""
     cells: dict[str, dict[str, str]] = {}
     for row in result.rows:
         shown = {f"{row.kind}: {column}": show(us) for column, us in row.us.items()}
@@ -168,7 +168,7 @@ def _costs(result: Result, show: Callable[[Any], str]) -> dict[str, dict[str, st
 
 
 def host(result: Result) -> Blocks:
-    """Medians and quartiles in microseconds."""
+    """Return medians and quartiles in microseconds."""
     cells = _costs(result, lambda us: f"{number(us.median)} ({quartiles(us, per=1)})")
     columns = list(dict.fromkeys(column for row in cells.values() for column in row))
     rows = [(name, *(row.get(column, "-") for column in columns)) for name, row in cells.items()]
@@ -181,7 +181,7 @@ def _peaks(result: Result) -> Iterator[Record]:
             yield Record(row, name=name, label=label, is_ours=label.startswith("ours"))
 
 
-# Peaks above the unwrapped model in MiB, in the first steps and in steady ones.
+# Peaks above the unwrapped model in MiB, in the first and in steady steps.
 memory = Rows(
     _peaks,
     (
@@ -226,7 +226,7 @@ def _away(one: Record) -> str:
     )
 
 
-# Final held-out losses of each wire against those of fp32, in nats per target.
+# Final held-out losses of each wire compared with fp32, in nats per target.
 convergence = Rows(
     _wires,
     (
@@ -243,7 +243,7 @@ convergence = Rows(
 
 
 def _on_lines(result: Result) -> Iterator[Record]:
-    """Each comparison on each line, with that ``line``."""
+    """Yield each comparison on each line, with its ``line``."""
     for line in result.lines:
         for one in line.compared:
             stock, ours = (line.contenders[name] for name in (one.best, one.contender))
@@ -259,7 +259,7 @@ def _hosts(line: Record) -> str:
     return str(line.hosts) if of_each == 1 else f"{line.hosts // of_each} x {of_each}"
 
 
-# Ours and stock's best against the line's limit.
+# Ours and the best stock, compared with the line's limit.
 network = Rows(
     _on_lines,
     (
@@ -275,7 +275,7 @@ network = Rows(
     ),
 )
 
-# How many times as fast as stock in fp32, by hosts, rate and wire.
+# Speedup over stock in fp32, by hosts, rate and wire.
 _WIRE_TARGETS = {
     ("2", 1e9, "bf16"): 1.8,
     ("2", 1e9, "int8"): 2.5,
@@ -290,7 +290,7 @@ def _target(one: Record) -> str:
     return or_dash(one.target, lambda target: f"{target:.2f}: {verdict}")
 
 
-# Steps that send fewer bytes, against stock in fp32.
+# Steps that send fewer bytes, compared with stock in fp32.
 network_wire = Rows(
     _on_lines,
     (
@@ -310,12 +310,12 @@ network_wire = Rows(
 
 
 def kernels(result: Result) -> Blocks:
-    """For each direction a table of the share of a plain copy's bandwidth that a contender reaches:
-    a line for each group, a column for each contender. On a GPU by the device's time."""
+    """Return a table per direction: the share of a plain copy's bandwidth that each contender
+    reaches, with a row per group and a column per contender. On a GPU, by the device's time."""
     found: dict[str, dict[str, dict[str, Record]]] = {}
     for row in result.rows:
         label = " ".join(filter(None, (row.numbers, row.parameters, row.dtype, row.bucket)))
-        # (Until November 2026 it was a median over rounds.)
+        # Until November 2026, it was a median over rounds.
         share = {"of_copy": row.of_ceiling.median} if row.of_ceiling else {}
         group = found.setdefault(row.direction, {}).setdefault(label, {})
         group[row.contender] = Record({**row, **share, **(row.on_device or {})})
@@ -344,7 +344,7 @@ def _compiled(result: Result) -> Iterator[Record]:
             yield Record(each, name=name, label=label, **more)
 
 
-# Whole steps under torch.compile, in ms, beside stock's; of November 2026.
+# Whole steps under torch.compile compared with stock, in ms; from November 2026.
 compiled = Rows(
     _compiled,
     (
@@ -361,7 +361,7 @@ compiled = Rows(
 
 
 def gpu_parts(result: Result) -> Blocks:
-    """Of `make gpu`: what else took steps, the host's work, memory, kernels."""
+    """Return the other parts of `make gpu`: other steps, the host's work, memory, kernels."""
     for name, show in _OF_PARTS.items():
         found = result.part(name)
         if found is not None:
@@ -369,17 +369,17 @@ def gpu_parts(result: Result) -> Blocks:
             yield from show(found)
 
 
-# What pages show of result files, and training steps on GPUs
+# Tables on pages, and training steps on GPUs
 
-# Rows of the host's work, and how the result file of a GPU calls the parts.
+# Rows of the host's work, and the names of the parts in the result file of a GPU.
 _HOST = ("stock", "stock views", "ours", "ours views")
-# Models of the size that people train on a GPU.
+# Models of a size that people train on a GPU.
 _LARGE = ("resnet50", "vit_b16", "gpt2_small", "llama3_8b_layer")
 _COSTS = ("parameter: all", "bucket: launch", "step: backward")
 
 
 def on_one_rank(result: Result) -> Iterator[Record]:
-    """Of `make gpu`: steps of models with copies and views, both of which send."""
+    """Yield the steps of `make gpu` with copies and views, in which both wrappers send."""
     for step in result.steps.values():
         for one in step.compared:
             alone = (step.content.world_size or 1) == 1
@@ -388,11 +388,11 @@ def on_one_rank(result: Result) -> Iterator[Record]:
 
 
 def of_gpu_steps(result: Result) -> Blocks:
-    """Steps of large models on one rank, with copies, in ms, what ours adds as a share of what
-    stock's best adds, and the paired test of both, corrected for all comparisons."""
+    """Return steps of large models on one rank, with copies, in ms: our overhead as a share of the
+    best stock's overhead, and a paired test of both, corrected for the number of comparisons."""
     rows, found = [], list(on_one_rank(result))
     raw: dict[str, Any] = {}
-    for step in [*result.steps.values()][::-1]:  # steps in fewer bytes come behind
+    for step in [*result.steps.values()][::-1]:  # steps in fewer bytes come last
         raw |= step.content.models
     for one in found:
         if one.name not in _LARGE or one.gradients != "copies":
@@ -416,13 +416,13 @@ def of_gpu_steps(result: Result) -> Blocks:
 
 
 def _added_up(model: Mapping[str, Any], name: str) -> verdicts.Builds:
-    """Steps of one rank, by build: forward and backward."""
+    """Return whole steps of one rank, by build: forward plus backward."""
     parts = (model[f"raw_{part}seconds_per_rank"][0][name] for part in ("forward_", ""))
     return [list(map(add, *build)) for build in zip(*parts, strict=True)]
 
 
 def training(result: Result) -> Blocks:
-    """Free-running training steps beside stock's, in ms above the mean of two bare models."""
+    """Return free-running training steps compared with stock, in ms above two bare models' mean."""
     content = result.content
     if content.simulated:
         yield f"SIMULATION of 8 ranks on one card; not in it: {content.simulated}."
@@ -461,7 +461,7 @@ def training(result: Result) -> Blocks:
         yield from bus(result)
 
 
-# Bandwidth of an all-reduce by itself: of its bytes, 2 (n - 1) / n go through each card.
+# Bandwidth of an all-reduce alone: each GPU transfers 2 (n - 1) / n of its bytes.
 bus = Rows(
     lambda result: result.content.rows,
     (
@@ -474,7 +474,7 @@ bus = Rows(
 
 
 def of_host(results: Mapping[str, Result]) -> Blocks:
-    """The host's work in microseconds, medians, by machine."""
+    """Return medians of the host's work in microseconds, by machine."""
     rows = []
     for machine, result in results.items():
         costs = _costs(result, lambda us: f"{us.median:.1f}")
@@ -498,7 +498,7 @@ def _whole(other: str) -> Any:
     return show
 
 
-# Whole steps with owners, over those of replicated optimizers and of torch's class.
+# Whole steps with owners, relative to replicated optimizers and to torch's class.
 of_sharded = Rows(
     _sharded,
     (
@@ -510,7 +510,7 @@ of_sharded = Rows(
 )
 
 
-# What is made of them
+# Combinations of these tables
 
 # The gains that the README shows, by comparison: the text of each row.
 GAINS = {
@@ -533,7 +533,7 @@ _OF_PARTS: dict[str, Show] = {
     "kernels": kernels,
 }
 
-# By file: title, plots, tables.
+# Title, plots and tables, by file.
 _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Show]]] = {
     "step": ("Step", ("step",), (comparisons, configurations)),
     "step_gloo": ("Step, through the process group", (), (comparisons, configurations)),
@@ -559,7 +559,7 @@ _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Show]]] = {
 
 
 def machine_tables(name: str, results: Results) -> Iterator[str]:
-    """``tables.md`` of a machine."""
+    """Yield the lines of a machine's ``tables.md``."""
     command = "python benchmarks/report/report.py"
     yield f"# Measured on: {name}"
     yield from ("", f"Written by `{command}` from the JSON files beside it; do not edit.")
@@ -577,12 +577,12 @@ def machine_tables(name: str, results: Results) -> Iterator[str]:
 
 
 def _part(rows: Rows, is_shown: Callable[[Any], bool], *headings: str) -> Rows:
-    """A table of some rows, and of the first column with each heading."""
+    """Return a table with some of the rows, and with the first column of each heading."""
     columns = [next(each for each in rows.columns if each[0] == heading) for heading in headings]
     return replace(rows, of=lambda result: filter(is_shown, rows.of(result)), columns=columns)
 
 
-# The tables on pages of the results without a GPU: figure, file, table.
+# Tables of CPU results on pages: figure, file, table.
 _ON_PAGES: tuple[tuple[str, str, Show], ...] = (
     (
         "step",
@@ -628,7 +628,7 @@ _ON_PAGES: tuple[tuple[str, str, Show], ...] = (
 
 
 def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
-    """What stands between the pages' markers, by name of the figure, from all machines' results."""
+    """Return the text between the pages' markers, by figure name, from all machines' results."""
     on_cpu = results.get(CPU, {})
     found = {
         name: _credited(CPU, file, on_cpu[file], show(on_cpu[file]))
@@ -636,7 +636,7 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
         if file in on_cpu
     }
     gpus = [(name, each["gpu"]) for name, each in results.items() if "gpu" in each]
-    # The newest that has measured steps comes last.
+    # The newest one that has measured steps comes last.
     gpus.sort(key=lambda each: (any(on_one_rank(each[1])), each[1].content.machine.date))
     if gpus and any(on_one_rank(gpus[-1][1])):
         name, result = gpus[-1]
@@ -660,7 +660,7 @@ def _credited(machine: str, benchmark: str, result: Result, blocks: Blocks) -> l
 
 
 def headline(on_cpu: Results) -> Iterator[str]:
-    """What the first page shows: gains with their conditions, and all that was lost."""
+    """Yield the text of the first page: gains with their conditions, and all losses."""
     ratios = dict(_against_stock(on_cpu))
     shown = [name for name in GAINS if name in ratios]
     shown += [name for name, each in ratios.items() if each.low > 1]
@@ -686,7 +686,7 @@ def _gain(one: Record) -> str:
 
 
 def _against_stock(on_cpu: Results) -> Iterator[tuple[str, Record]]:
-    """Ratios of times, by what was timed."""
+    """Yield ratios of times, by measurement."""
     for one in on_cpu["step"].compared if "step" in on_cpu else ():
         what = "step" if one.of == "whole steps" else "backward"
         yield f"{what}, {one.name}, {one.gradients}", one.ours

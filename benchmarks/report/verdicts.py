@@ -1,4 +1,4 @@
-"""What a machine has measured against a bound, in one table: the ratio, the bound, the verdict."""
+"""The measurements of a machine that have a bound, in one table: ratio, bound, verdict."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _WORDS = {
     "too noisy": "too noisy to say",
     None: "not judged",
 }
-# With fewer the lowest and the highest of all rounds are no 95% interval of the median.
+# With fewer rounds, even their full range is not a 95% interval of the median.
 LEAST_ROUNDS = 6
 LEAST_BUILDS = 3
 TOO_FEW = "too few rounds"
-# That of the step. Network rounds have no stock beside itself: the interval alone decides.
+# As for the step. Network rounds have no second stock model: only the interval decides.
 NETWORK_BOUND = 1.02
 
 
-# Of one configuration: seconds of rounds that belong together, by build.
+# Seconds of one configuration in paired rounds, by build.
 Builds = Sequence[Sequence[float]]
 
 
@@ -33,19 +33,19 @@ class Paired(NamedTuple):
     """A paired test of ours against stock.
 
     Attributes:
-        verdict: ``"below"`` or ``"above"`` where that is less than 0.05, all builds say the same,
-            and two bare models lie nearer to each other; else why not.
+        verdict: ``"below"`` or ``"above"`` if ``p`` is less than 0.05, all builds have the same
+            sign, and two bare models differ by less; otherwise the reason why not.
     """
 
-    difference: float  # median over all rounds of the seconds that ours takes more
-    below: int  # rounds in which ours took less, of rounds
+    difference: float  # median over all rounds of the additional seconds of ours
+    below: int  # number of rounds in which ours took less, of `rounds`
     rounds: int
-    p: float  # of a sign test over rounds, two-sided, times the number of comparisons
+    p: float  # of a two-sided sign test over rounds, times the number of comparisons
     verdict: str
 
     @classmethod
     def of(cls, ours: Builds, its: Builds, bare: tuple[Builds, Builds], rows: int) -> Paired:
-        """``rows``: comparisons that are made with one another, this one among them."""
+        """Create the test; ``rows`` is the number of comparisons in the same table."""
         builds = [_minus(*pair) for pair in zip(ours, its, strict=True)]
         found = [each for build in builds for each in build]
         below, above = sum(each < 0 for each in found), sum(each > 0 for each in found)
@@ -68,7 +68,7 @@ def _minus(ours: Sequence[float], its: Sequence[float]) -> list[float]:
 
 
 def trained(models: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str, Paired]]:
-    """Of training.py: model, condition, stock's best, ours, and the test of both."""
+    """Yield model, condition, the best stock, ours and their test, from results of training.py."""
     found = [
         (name, condition, best, ours, samples)
         for name, model in models.items()
@@ -82,7 +82,7 @@ def trained(models: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str, Pai
 
 
 def _compared(samples: Mapping[str, Builds]) -> Iterator[tuple[str, str]]:
-    """Copies against copies, views against views: the best of stock's by its median."""
+    """Yield the best stock configuration by median, and ours: for copies, then for views."""
     for ours in (each for each in samples if each.startswith("ours")):
         is_views = ours.endswith("views")
         stock = [
@@ -94,14 +94,14 @@ def _compared(samples: Mapping[str, Builds]) -> Iterator[tuple[str, str]]:
 
 
 def rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """A row for each comparison that has a bound, from result files by name without ending."""
+    """Yield a row for each comparison with a bound; ``results`` by name without extension."""
     for part, read in (("step", _steps), ("network", _network), ("memory", _memory)):
         if part in results:
             yield from ((part, *row) for row in read(results[part]))
 
 
 def words(verdict: str | None, count: int) -> str:
-    """A verdict in words, if there were enough rounds for one."""
+    """Describe a verdict, if there were enough rounds for one."""
     is_short = verdict is not None and count < LEAST_ROUNDS
     return TOO_FEW if is_short or verdict == TOO_FEW else _WORDS[verdict]
 
@@ -129,7 +129,7 @@ def _network(result: Result) -> Iterator[tuple[str, ...]]:
 
 
 def _memory(result: Result) -> Iterator[tuple[str, ...]]:
-    """Peaks are exact, so there is nothing to repeat."""
+    """Yield the rows of memory. Peaks are exact, so they are not repeated."""
     for name, model in result.content.models.items():
         for label, row in model.items():
             if label.startswith("ours"):

@@ -37,7 +37,7 @@ def _training(result: Result) -> Iterator[str]:
         )
 
 
-# Errors against the mean in fp32 of the same local gradients, and the loss at the end.
+# Errors compared with the fp32 mean of the same local gradients, and the final loss.
 errors = Rows(
     _wires,
     (
@@ -57,13 +57,13 @@ errors = Rows(
 )
 
 
-# Of benchmarks/gpu/overlap.py, which measures nothing
+# From benchmarks/gpu/overlap.py, which measures nothing
 
 _MODEL = "A model, not a measurement"
 
 
 def against_stock(result: Result) -> Blocks:
-    """What bucket sizes leave exposed in fp32, in ms, ours beside stock's."""
+    """Return the exposed time in fp32 by bucket sizes, in ms, of ours and of stock."""
     yield f"{_MODEL}: exposed, ms"
     shown = [
         (
@@ -83,7 +83,7 @@ def against_stock(result: Result) -> Blocks:
 
 
 def modeled(result: Result) -> Blocks:
-    """Steps by wire and bus."""
+    """Return the step times by wire and bus."""
     found = result.content.wires
     yield f"{_MODEL}: a step in ms, and how much of it is exposed, by GB/s of the bus"
     yield ""
@@ -97,11 +97,11 @@ def modeled(result: Result) -> Blocks:
 
 
 def _bus(fastest: float) -> str:
-    return f"{fastest:.0f}" if fastest < 999 else "1000 and more"  # the fastest one looked at
+    return f"{fastest:.0f}" if fastest < 999 else "1000 and more"  # the fastest searched
 
 
 def pays(result: Result) -> Blocks:
-    """The fastest bus on which each wire pays."""
+    """Return the fastest bus on which each wire pays."""
     found = result.content.pays
     wires = list(dict.fromkeys(wire for row in found for wire in row["from"]))
     rows = [
@@ -122,7 +122,7 @@ def on_page(result: Result) -> Blocks:
 
 
 def sizes(result: Result) -> Blocks:
-    """Steps in int8 by bucket sizes, over those with the default ones."""
+    """Return int8 step times by bucket size, relative to the default sizes."""
     halves = list(dict.fromkeys(row.half for row in result.content.sizes))
     cells: dict[str, list[str]] = {}
     for row in result.content.sizes:

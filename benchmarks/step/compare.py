@@ -6,9 +6,9 @@
     make bench-compare BASE=HEAD~1
 
 The revision is imported as a second package into the same processes, so that both wrap the same
-models and take turns in the same rounds (see step.py). The tree is there twice: a difference
-counts only if its interval lies on one side of 1, and its median beyond what the tree shows
-against itself.
+models and take turns in the same rounds (see step.py). The tree is measured twice. A difference
+counts only if its interval is on one side of 1 and its median exceeds the difference between the
+two measurements of the tree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, not an installed version
 
 import tritonddp
 from benchmarks.base.paired import Ratio
@@ -54,7 +54,7 @@ def main() -> int:
             commit = resolve(options.base)
             base = load(commit, Path(folder))
         except RevisionError as error:
-            # From each rank: torchrun ends the others as soon as one has failed.
+            # On each rank, because torchrun ends the others as soon as one fails.
             print(f"benchmarks/step/compare.py: {error}", file=sys.stderr, flush=True)
             return 2
         found = {"revision": options.base, "commit": commit}
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def measure(base: ModuleType, case: Case, ranks: Ranks, plan: Plan, end: float) -> dict[str, Any]:
-    """Check and time both packages on one model, as step.py does stock and ours."""
+    """Check and time both packages on one model, as step.py does with stock and ours."""
     found = step.measure(case, ranks, plan, end, lambda *_: families_of(base))
     for one in found["comparisons"].values():
         one["verdict"] = verdict(Ratio(**one["ours"]), Ratio(**one["again"]))
@@ -74,7 +74,7 @@ def measure(base: ModuleType, case: Case, ranks: Ranks, plan: Plan, end: float) 
 
 
 def families_of(base: ModuleType) -> Families:
-    """The tree in the place of ours, the base in that of stock; and the tree again."""
+    """Return families with the tree as ours, the base as stock, and the tree again."""
     found = []
     for mode, options in MODES.items():
         tree, again, former = (
@@ -86,11 +86,11 @@ def families_of(base: ModuleType) -> Families:
 
 
 def verdict(tree: Ratio, again: Ratio) -> str:
-    """``"slower"``, ``"faster"`` or ``"no difference"`` that exceeds the noise.
+    """Return ``"slower"``, ``"faster"`` or ``"no difference"`` that exceeds the noise.
 
     Args:
         tree: tree / base.
-        again: the tree / the tree once more; what the comparison cannot resolve.
+        again: tree / second measurement of the tree, which is the noise.
     """
     if tree.low > 1 and tree.median > again.away:
         return "slower"
@@ -114,12 +114,12 @@ _TABLE = Rows(
 
 
 def show(result: Result) -> Iterator[str]:
-    """Lines that show the results of some models."""
+    """Yield lines that show the results of some models."""
     yield from text(_TABLE(result))
 
 
 def summary(models: Mapping[str, Any]) -> Iterator[str]:
-    """What exceeds the noise, and what does not, in one line each."""
+    """Yield one line for the differences above the noise, and one for those within it."""
     found: dict[str, list[str]] = {"slower": [], "faster": [], "no difference": []}
     for one in Result({"models": models}).compared:
         found[one.verdict].append(f"{one.name} {one.gradients} {one.ours.median:.3f}")
@@ -129,11 +129,11 @@ def summary(models: Mapping[str, Any]) -> Iterator[str]:
 
 
 class RevisionError(Exception):
-    """A revision cannot be found, or cannot be imported beside the tree."""
+    """A revision cannot be found, or cannot be imported together with the tree."""
 
 
 def resolve(revision: str, repository: Path = ROOT) -> str:
-    """The full name of the commit.
+    """Return the full name of the commit.
 
     Raises:
         RevisionError: git is missing, or ``revision`` names no commit of the repository.
@@ -152,7 +152,7 @@ def resolve(revision: str, repository: Path = ROOT) -> str:
 def load(commit: str, folder: Path, repository: Path = ROOT) -> ModuleType:
     """Import ``commit``'s tritonddp as ``tritonddp_base``, from files written into ``folder``.
 
-    The folder is to stay while the package is used: it imports some of its modules late.
+    Keep the folder while the package is used, because it imports some of its modules late.
 
     Raises:
         RevisionError: the commit has no tritonddp.
@@ -163,7 +163,7 @@ def load(commit: str, folder: Path, repository: Path = ROOT) -> ModuleType:
     if archive.returncode != 0:
         raise RevisionError(f"{commit} has no {PACKAGE}/: {archive.stderr.decode().strip()}")
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-        # (Python 3.11.3 and older have no filters, and the archive is git's own.)
+        # Python 3.11.3 and older have no filters. The archive is from git, so it is trusted.
         safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
         files.extractall(folder, **safely)
     target = folder / BASE

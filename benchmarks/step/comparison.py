@@ -1,4 +1,4 @@
-"""tritonddp against stock's best, what it may be at most, and whether a run can tell."""
+"""Comparison of tritonddp with the best stock configuration, its bound, and its resolution."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from benchmarks.models.cases import Case
 from benchmarks.models.configurations import UNWRAPPED, Configuration, Families, Family
 from benchmarks.step.rounds import Seconds, flat
 
-# Beyond this, the spread of stock against itself would excuse anything.
+# A larger spread of stock against itself would excuse any result.
 RESOLUTION = 1.05
 
 
 class IdleError(RuntimeError):
-    """A side of a comparison sends nothing where the other one does; raised on all ranks."""
+    """One side of a comparison sends nothing although the other one does; raised on all ranks."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What a comparison is held against."""
+    """The bound of a comparison."""
 
     limit: float  # the largest ratio
-    or_spread: bool = False  # if it may also be what stock shows against itself
+    or_spread: bool = False  # the ratio may also be as large as the spread of stock against itself
 
     @classmethod
     def of(cls, case: Case, ranks: Ranks, family: str = "copies") -> Bound | None:
-        """``None`` where times are not worth a judgement, or nothing was promised."""
+        """Return the bound; ``None`` if times mean nothing here, or nothing was promised."""
         if ranks.device.type == "cuda" or family not in ("copies", "views"):
             return None
         if case.unused:
@@ -39,25 +39,25 @@ class Bound:
 
 @dataclass(frozen=True)
 class Comparison:
-    """tritonddp against the best configuration of stock DDP, of one family.
+    """Comparison of tritonddp with the best stock configuration in one family.
 
     Attributes:
-        overhead: (ours - unwrapped) / (best - unwrapped) of whole steps, forward and backward, of
-            medians over paired differences.
+        overhead: (ours - unwrapped) / (best - unwrapped) of whole steps, forward and backward, from
+            medians of paired differences.
     """
 
     contender: str  # ours
-    best: str  # stock's configuration with the lowest median in this run
+    best: str  # stock configuration with the lowest median in this run
     ours: Ratio  # ours / best
     by_build: list[float]  # the median of ours / best in each build
-    again: Ratio  # a model / its like; what the comparison cannot resolve
+    again: Ratio  # ratio of two identical configurations, which is the noise
     overhead: Ratio
 
     @classmethod
     def of(cls, family: Family, seconds: Seconds, steps: Seconds) -> Comparison:
-        """Ratios are those of ``seconds``, overheads those of ``steps``.
+        """Create a comparison: ratios from ``seconds``, overheads from ``steps``.
 
-        Choosing the best by the same rounds flatters stock a little, never us.
+        Choosing the best configuration by the same rounds favors stock slightly, never ours.
         """
 
         def median(configuration: Configuration) -> float:
@@ -78,15 +78,15 @@ class Comparison:
         )
 
     def allowed(self, bound: Bound) -> float:
-        """The bound, or the end of stock's interval against itself where that counts too."""
+        """Return the bound, or the end of stock's interval against itself if ``or_spread``."""
         return max(bound.limit, self.again.away) if bound.or_spread else bound.limit
 
     def verdict(self, bound: Bound) -> str:
-        """One of ``"met"``, ``"within spread"`` (stock's against itself), ``"missed"`` and
+        """Return ``"met"``, ``"within spread"`` (of stock against itself), ``"missed"`` or
         ``"too noisy"``.
 
-        An interval on one side of the limits decides. One that holds a limit leaves it to the
-        median, but only if stock against itself says that this run resolves such differences.
+        An interval on one side of the limits decides. If the interval contains a limit, the median
+        decides, but only if stock against itself shows that this run resolves such differences.
         """
         value, allowed = self.ours, self.allowed(bound)
         if value.high <= bound.limit:
@@ -100,7 +100,7 @@ class Comparison:
         return "within spread" if value.median <= allowed else "missed"
 
     def judged(self, bound: Bound | None) -> dict[str, Any]:
-        """What JSON says; without a bound it is not judged."""
+        """Return the content for JSON; without a bound, it has no verdict."""
         return {
             **asdict(self),
             "overhead": self.overhead.median,
@@ -113,10 +113,10 @@ class Comparison:
 
 
 def check_exchange(families: Families, wire_bytes: Mapping[str, int]) -> None:
-    """Both sides of each comparison send something, and what is idle does not; of what is known.
+    """Check that both sides of each comparison send data, and that idle configurations do not.
 
     Raises:
-        IdleError: not so.
+        IdleError: this is not the case for a configuration in ``wire_bytes``.
     """
     for family in families:
         for each in (*family.stock, family.ours, *family.beside):
@@ -127,6 +127,6 @@ def check_exchange(families: Families, wire_bytes: Mapping[str, int]) -> None:
 
 
 def overhead(seconds: Seconds, name: str) -> float:
-    """Median over rounds of what a configuration takes beyond the unwrapped model."""
+    """Return the median over rounds of a configuration's time minus the unwrapped model's."""
     pairs = zip(flat(seconds[name]), flat(seconds[UNWRAPPED.name]), strict=True)
     return Spread.of([wrapped - bare for wrapped, bare in pairs]).median

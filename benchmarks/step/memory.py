@@ -3,18 +3,18 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/step/memory.py [--models mlp ...]
         [--out FILE]
 
-On the CPU every allocation and release of tensor storage on rank 0 is counted exactly: torch's
-profiler records each with its size and time (``profile_memory``), from before the model is made
-to after it is gone, C++ code included. It does not see what another thread releases, and now and
-then gloo's thread is the last to hold a tensor: a run after which bytes seem to live on is thrown
-away and repeated. On CUDA the caching allocator's own peak is read, which rounds sizes up to 512
-bytes. Memory that gloo or NCCL take for themselves is in neither. On the CPU ours goes through the
-process group: of memory that ranks of a host share the profiler counts each mapping as an
-allocation, the other ranks' too, and pages that nobody has written.
+On the CPU, every allocation and release of tensor storage on rank 0 is counted exactly: torch's
+profiler records each with its size and time (``profile_memory``), from before the model is created
+until after it is released, including C++ code. It does not see releases by other threads, and
+sometimes gloo's thread holds the last reference to a tensor: a run in which bytes seem to remain is
+discarded and repeated. On CUDA, the caching allocator's peak is read, which rounds sizes up to 512
+bytes. Internal memory of gloo or NCCL is not included. On the CPU, ours uses the process group: for
+shared memory of the host, the profiler would count each mapping as an allocation, including those
+of the other ranks and pages that were never written.
 
-Two phases of a run are told apart: wrapping plus the *first* two steps, in which buckets are built
-and rebuilt, and *steady* steps. Gradients are set to None before each backward. The peak of a
-phase is compared with that of the same phase of the unwrapped model.
+A run has two phases: wrapping plus the *first* two steps, in which buckets are built and rebuilt,
+and *steady* steps. Gradients are set to None before each backward. The peak of a phase is compared
+with the same phase of the unwrapped model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, not an installed version
 
 from benchmarks.base import command
 from benchmarks.base.command import Output
@@ -56,27 +56,27 @@ _MARK = "memory benchmark: "
 
 @dataclass(frozen=True)
 class Peaks:
-    """Highest number of live bytes in each phase, the model's own parameters included."""
+    """Highest number of live bytes in each phase, including the model's parameters."""
 
     wrapping: int
     first: int
     steady: int
-    drift: int  # by how many live bytes grew from the last step but one to the last
-    left: int  # bytes that live when everything is gone
+    drift: int  # growth of live bytes from the second to last step to the last
+    left: int  # live bytes after everything was released
 
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration beside the unwrapped model, in bytes."""
+    """One configuration compared with the unwrapped model, in bytes."""
 
-    buckets: int  # all bucket buffers
+    buckets: int  # of all bucket buffers
     largest_bucket: int  # the largest of them
     above: dict[str, int]  # peak above the unwrapped model's, by phase
     drift: int  # see Peaks
 
     @property
     def holds(self) -> bool:
-        """Whether the steps take at most the buckets and one bucket of gradients in flight."""
+        """Return True if steps need at most the buckets and one bucket of gradients in flight."""
         limit = self.buckets + self.largest_bucket
         return self.drift == 0 and max(self.above["first"], self.above["steady"]) <= limit
 
@@ -99,15 +99,15 @@ def main() -> None:
 
 
 def measure(case: Case, ranks: Ranks) -> Iterator[tuple[str, Row]]:
-    """All configurations on one model by name, one after the other, ours first; collective."""
+    """Measure all configurations of one model, one after the other, ours first; collective."""
     groups = families(case.unused)
     if ranks.device.type == "cuda":
-        # The allocator's figures do not see what is on the host, where drawing takes long.
+        # Draw on the host, which takes long but is not in the allocator's figures.
         drawn = case.model(torch.device("cpu"))
-        # cuBLAS takes its workspace, and keeps it.
+        # Let cuBLAS allocate its workspace, which it keeps.
         _cuda_peaks(UNWRAPPED, case, ranks, drawn, 0)
-        # What stock leaves behind, its buckets for example, is only freed in the next run. Counted
-        # from what was there when that began, the next one would seem to need less.
+        # Memory that stock leaves behind, for example its buckets, is only freed in the next run.
+        # Relative to the memory at its start, that run would seem to need less.
         floor = torch.cuda.memory_allocated(ranks.device)
         peaks_of = partial(_cuda_peaks, drawn=drawn, floor=floor)
     else:
@@ -122,10 +122,10 @@ def measure(case: Case, ranks: Ranks) -> Iterator[tuple[str, Row]]:
 
 
 def _cpu_peaks(configuration: Configuration, case: Case, ranks: Ranks) -> tuple[Peaks, list[int]]:
-    """Run until the profiler of rank 0 has seen the release of whatever was allocated.
+    """Run until the profiler of rank 0 has seen the release of all allocations.
 
     Raises:
-        RuntimeError: on all ranks, if that never happened: then something leaks.
+        RuntimeError: on all ranks, if that never happens, because of a leak.
     """
     for _ in range(ATTEMPTS):
         peaks, buckets = _profiled(configuration, case, ranks)
@@ -155,7 +155,7 @@ def _profiled(configuration: Configuration, case: Case, ranks: Ranks) -> tuple[P
                 backward(model, batch)
         buckets = bucket_bytes(model)
         del model, batch
-        gc.collect()  # within the profile, so that nothing of this run is released in the next
+        gc.collect()  # within the profile, so that the next run releases nothing of this one
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
@@ -164,7 +164,7 @@ def _profiled(configuration: Configuration, case: Case, ranks: Ranks) -> tuple[P
 
 
 def replay(events: Sequence[dict[str, Any]]) -> Peaks:
-    """Peaks by phase from the events of a Chrome trace."""
+    """Return the peaks by phase from the events of a Chrome trace."""
     changes = sorted(
         (event["ts"], event["args"]["Ev Idx"], event["args"]["Bytes"])
         for event in events
@@ -195,9 +195,9 @@ def replay(events: Sequence[dict[str, Any]]) -> Peaks:
 def _cuda_peaks(
     configuration: Configuration, case: Case, ranks: Ranks, drawn: nn.Module, floor: int
 ) -> tuple[Peaks, list[int]]:
-    """Run a copy of ``drawn`` once and read the caching allocator's peak of each phase.
+    """Run a copy of ``drawn`` once, and read the caching allocator's peak in each phase.
 
-    Above ``floor`` bytes, which are there all the time.
+    Peaks are relative to ``floor`` bytes, which are always allocated.
     """
     gc.collect()
     ranks.synchronize()

@@ -1,4 +1,4 @@
-"""How much a benchmark in rounds measures, from its command line to its result file."""
+"""The extent of a benchmark in rounds, from its command line to its result file."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from benchmarks.base.results import Result
 from benchmarks.models.cases import CASES, Case, default_names
 from benchmarks.models.gradients import WrongGradients
 
-# Rounds before the timed ones of each build, at most a third of all. torch and tritonddp rebuild
-# their buckets after the first backward, and allocators come to rest.
+# Rounds before the timed rounds of each build, at most a third of all rounds. torch and tritonddp
+# rebuild their buckets after the first backward, and allocators reach a steady state.
 DISCARDED = {"cpu": 3, "cuda": 1}
-# Steps before those, which nobody waits for. On a GPU stock records events for its own statistics
-# in its first steps (10 of them, and every 100th), which would be held against it; and as many
-# steps of ours are measured for the logging data, which a world of one exchanges.
+# Untimed steps before these rounds. On a GPU, stock records events for its statistics in its first
+# 10 steps and in every 100th step, which would count against it. The logging data of ours measures
+# as many steps, in which a world of one also exchanges.
 SETTLED = {"cpu": 0, "cuda": 11}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """The models, rounds and builds of a benchmark."""
 
-    models: tuple[str, ...]  # names of cases; none for the default of the device
-    rounds: int  # timed ones of each build, fewer if a deadline comes first
-    builds: int  # how often all models are built anew, so that where memory lies is sampled too
+    models: tuple[str, ...]  # names of cases; empty for the default of the device
+    rounds: int  # timed rounds of each build, fewer if a deadline comes first
+    builds: int  # how often all models are rebuilt, to sample memory layouts
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Plan:
@@ -47,7 +47,7 @@ class Plan:
         )
 
     def content(self, ranks: Ranks) -> dict[str, Any]:
-        """The same for the result file."""
+        """Return the plan for the result file."""
         return {
             "world_size": ranks.world_size,
             "backend": ranks.backend,
@@ -60,9 +60,9 @@ class Plan:
 
 
 def parser(doc: str, rounds: int, models: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The arguments of :meth:`Plan.of`, ``--backend`` and ``--out``.
+    """Return a parser of the arguments for :meth:`Plan.of`, ``--backend`` and ``--out``.
 
-    ``rounds`` and ``models`` are defaults; no models: those that the device takes.
+    ``rounds`` and ``models`` are defaults; without models, those for the device.
     """
     made = command.parser(doc, rounds, (CASES, models), backend=True)
     made.add_argument(
@@ -72,11 +72,11 @@ def parser(doc: str, rounds: int, models: Sequence[str] = ()) -> argparse.Argume
 
 
 def _too_large(ranks: Ranks) -> tuple[type[Exception], ...]:
-    """What a model raises that a card cannot hold so often; of several ranks one would go on."""
+    """Return the errors of a too small GPU; none for several ranks: one might continue alone."""
     return (torch.OutOfMemoryError,) if ranks.world_size == 1 else ()
 
 
-# What JSON says of one case, until a time; and what is printed of it, as one of the results.
+# Measures one case until a deadline, and returns its JSON content, which is also printed.
 Measure = Callable[[Case, Ranks, Plan, float], dict[str, Any]]
 Show = Callable[[Result], Iterable[str]]
 
@@ -92,11 +92,11 @@ def run(
     """Measure all cases, each in its share of the time.
 
     Args:
-        refused: what is no more than one model's error: it is raised on all ranks, and the next
-            model can be measured.
+        refused: errors that concern one model only: all ranks raise them, and the next model can
+            be measured.
 
     Returns:
-        An exit status, and what was found of all models.
+        An exit status, and the results of all models.
     """
     plan, models = Plan.of(options), {}
     with process_group(options.backend) as ranks:

@@ -1,4 +1,4 @@
-"""Interleaved rounds: every configuration's backward once in each, in an order shuffled anew."""
+"""Interleaved rounds: each round runs every configuration's backward once, in shuffled order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.models.cases import Batch, Case, loss
 from benchmarks.models.configurations import Configuration
 from benchmarks.step.plan import DISCARDED, SETTLED, Plan
 
-# Seconds by configuration, then by build, then by round.
+# Seconds by configuration, build and round.
 Seconds = dict[str, list[list[float]]]
 
 
@@ -29,11 +29,11 @@ class Rounds:
     """The rounds of one model.
 
     Args:
-        end: when they should be done, by ``time.monotonic()``.
+        end: deadline, by ``time.monotonic()``.
 
     Attributes:
-        forward: seconds of this rank so far, and
-        backward: likewise.
+        forward: seconds of forwards on this rank so far.
+        backward: seconds of backwards on this rank so far.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Rounds:
             yield models
 
     def settle(self, models: dict[str, nn.Module], earlier: int = 0) -> None:
-        """Steps until all is as it stays, with those that were ``earlier``; collective."""
+        """Run steps, in addition to ``earlier`` ones, until the state is steady; collective."""
         batch = self.batch(0)
         for _ in range(SETTLED[self._ranks.device.type] - earlier):
             for model in models.values():
@@ -74,8 +74,8 @@ class Rounds:
     def run(self, models: dict[str, nn.Module]) -> None:
         """Time the rounds of one build; collective.
 
-        Forward and backward are timed each from a barrier until this rank's device is idle. What
-        differs between batches, the experts they go through, is the same for all within a round.
+        Forward and backward are each timed from a barrier until this rank's device is idle. The
+        choices of a batch, such as its experts, are the same for all configurations within a round.
         """
         batch = self.batch(0)
 
@@ -102,7 +102,7 @@ class Rounds:
             self.backward[name].append([backward for _, backward in samples])
 
     def _timed(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        """Seconds of a call and what it returns; collective."""
+        """Return the seconds of a call, and its result; collective."""
         self._ranks.barrier()
         start = time.perf_counter()
         result = call()
@@ -110,15 +110,15 @@ class Rounds:
         return time.perf_counter() - start, result
 
     def gathered(self) -> tuple[Seconds, Seconds, dict[str, Any]]:
-        """Backwards and whole steps, of the slowest rank, and what JSON says of both; collective.
+        """Return backwards and steps of the slowest rank, and the content for JSON; collective.
 
-        The raw seconds in it are by rank, configuration, build and round.
+        The content has raw seconds by rank, configuration, build and round.
         """
         forward, backward = map(self._ranks.gathered, (self.forward, self.backward))
         seconds = slowest(backward)
         steps = added(slowest(forward), seconds)
         content = {
-            "rounds": counted(seconds),  # of each build
+            "rounds": counted(seconds),  # in each build
             "seconds": {name: asdict(Spread.of(flat(each))) for name, each in seconds.items()},
             "step_seconds": {name: asdict(Spread.of(flat(each))) for name, each in steps.items()},
             "raw_seconds_per_rank": backward,
@@ -127,7 +127,7 @@ class Rounds:
         return seconds, steps, content
 
     def batch(self, number: int) -> Batch:
-        """The batch of this rank for round ``number``."""
+        """Return the batch of this rank for round ``number``."""
         seed = 1_000_000 + number * self._ranks.world_size + self._ranks.rank
         return self._case.batch(self._ranks.device, seed)
 
@@ -135,17 +135,17 @@ class Rounds:
 def builds(
     case: Case, configurations: Sequence[Configuration], ranks: Ranks, count: int, end: float
 ) -> Iterator[tuple[int, dict[str, nn.Module]]]:
-    """Models by name, wrapped in an order shuffled anew, ``count`` times; how many are left.
+    """Yield the number of builds left, and models by name, wrapped in shuffled order; collective.
 
-    They are let go when the next build is asked for: keep none. Another build is left out if there
-    is no time for half of one until ``end``. Collective.
+    There are ``count`` builds. Do not keep the models: they are released when the next build is
+    requested. A build is skipped if less than half of its time is left until ``end``.
     """
     start, shuffle = time.monotonic(), random.Random(case.name)  # the same on all ranks
     for build in range(count):
         copies = case.copies(ranks.device)
         order = shuffle.sample(configurations, len(configurations))
         models = {each.name: each.wrap(next(copies)) for each in order}
-        copies.close()  # or one model more would live on
+        copies.close()  # otherwise one more model would stay alive
         yield count - build, models
         models.clear()
         gc.collect()
@@ -156,7 +156,7 @@ def builds(
 
 
 def slowest(per_rank: Sequence[Seconds]) -> Seconds:
-    """A round takes as long as its slowest rank."""
+    """Return the time of the slowest rank in each round."""
     return {
         name: [
             list(map(max, zip(*builds, strict=True)))
@@ -167,7 +167,7 @@ def slowest(per_rank: Sequence[Seconds]) -> Seconds:
 
 
 def added(forward: Seconds, backward: Seconds) -> Seconds:
-    """Whole steps. There is a barrier in between, so that slowest parts add up."""
+    """Return whole steps. A barrier separates the parts, so the slowest times add up."""
     return {
         name: [list(map(add, *build)) for build in zip(forward[name], backward[name], strict=True)]
         for name in forward
@@ -175,10 +175,10 @@ def added(forward: Seconds, backward: Seconds) -> Seconds:
 
 
 def counted(seconds: Seconds) -> list[int]:
-    """How many rounds each build has had."""
+    """Return the number of rounds in each build."""
     return [len(build) for build in next(iter(seconds.values()))]
 
 
 def flat(builds: Sequence[Sequence[float]]) -> list[float]:
-    """The rounds of all builds in one list."""
+    """Return the rounds of all builds in one list."""
     return [value for build in builds for value in build]

@@ -3,16 +3,16 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/step/step.py [--models mlp ...]
         [--families copies bf16 ...] [--out FILE]
 
-One process group and one process per rank hold all configurations of a model side by side. In
-each round every configuration runs once, in an order shuffled anew (the same on all ranks): the
-forward, then a barrier, then the backward, which is what is timed, device synchronized. A sample
-is the time of the slowest rank. Models are built several times, so that where memory happens to
-lie is sampled too. Before any timing, gradients of all configurations are compared, and what each
-backward sends and launches is counted: nothing is timed where a side of a comparison sends nothing.
+One process group and one process per rank hold all configurations of a model. In each round every
+configuration runs once, in a newly shuffled order (the same on all ranks): the forward, a barrier,
+then the backward, which is timed with the device synchronized. A sample is the time of the slowest
+rank. Models are rebuilt several times, to sample memory layouts. Before any timing, the gradients
+of all configurations are compared, and the bytes and launches of each backward are counted. Nothing
+is timed if a side of a comparison sends nothing.
 
-A family is what is compared with stock: copies of gradients or views of buckets, a wire that takes
-fewer bytes, or wrappers that torch.compile compiles. With one rank tritonddp sends what it would
-send with several; as users have it then, *idle*, it is measured beside, and compared with nothing.
+A family is compared with stock: copied gradients or views of buckets, a wire format with fewer
+bytes, or wrappers under torch.compile. With one rank, tritonddp sends what it would send with
+several ranks. Its normal behavior with one rank, *idle*, is measured too, but not compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, not an installed version
 
 from benchmarks.base.ranks import Ranks
 from benchmarks.base.results import Result
@@ -72,9 +72,9 @@ Choose = Callable[[Case, Ranks, Plan], Families]
 
 
 def measure(case: Case, ranks: Ranks, plan: Plan, end: float, choose: Choose) -> dict[str, Any]:
-    """Check, count and time all configurations on one model until ``end``; what JSON says.
+    """Check, count and time all configurations of one model until ``end``. Return JSON content.
 
-    ``choose`` says what is compared; it is collective.
+    ``choose`` selects what is compared; it is collective.
     """
     is_gpu = ranks.device.type == "cuda"
     groups = choose(case, ranks, plan)
@@ -88,7 +88,7 @@ def measure(case: Case, ranks: Ranks, plan: Plan, end: float, choose: Choose) ->
     traffic: dict[str, Traffic] = {}
     late: dict[str, float] = {}
     for build, models in enumerate(rounds.builds()):
-        if is_compiled:  # lazily, and those of an earlier build are not to count
+        if is_compiled:  # compiles lazily; compilations of an earlier build must not count
             torch._dynamo.reset()
         if build == 0:
             first = groups[0]
@@ -113,8 +113,8 @@ def measure(case: Case, ranks: Ranks, plan: Plan, end: float, choose: Choose) ->
             check_exchange(groups, known)
         rounds.run(models)
     seconds, steps, content = rounds.gathered()
-    # Stock looks for unused parameters in the forward: there its backward is not the whole price.
-    # On a GPU the host's work is spread over both, and the overhead of steps is what counts.
+    # Stock searches for unused parameters in the forward, so its backward is not the whole cost
+    # there. On a GPU, the host's work is spread over both, and the overhead of steps counts.
     of_steps = case.unused or is_gpu
     return {
         "gradients": {name: asdict(each) for name, each in agreement.items()},
@@ -140,7 +140,7 @@ def measure(case: Case, ranks: Ranks, plan: Plan, end: float, choose: Choose) ->
 def compared(
     case: Case, ranks: Ranks, plan: Plan, names: Sequence[str], transport: str
 ) -> Families:
-    """The families of these names, ours by this transport; collective."""
+    """Return the families with these names, with ours on this transport; collective."""
     if ranks.device.type == "cuda":
         copies = case.copies(ranks.device)
         sizes = partial(sizes_of, copies, case.batch(ranks.device, ranks.rank))
@@ -154,15 +154,15 @@ def compared(
 
 
 def sizes_of(copies: Iterator[nn.Module], batch: Batch, ours: Configuration) -> list[float]:
-    """Of our buckets, in MiB of gradients, in the order of their launches; collective."""
+    """Return the sizes of our buckets, in MiB of gradients, in launch order; collective."""
     model: Any = ours.wrap(next(copies))
-    for _ in range(2):  # buckets are rebuilt after the first
+    for _ in range(2):  # buckets are rebuilt after the first backward
         loss(model, batch).backward()
     return [sum(each.nbytes for each in one.params) / 2**20 for one in model.reducer.buckets]
 
 
 def show(step: Result) -> Iterator[str]:
-    """Lines that show the results of some models."""
+    """Yield lines that show the results of some models."""
     for name, model in step.models.items():
         if model.gradients:
             worst = max(each["error"] for each in model.gradients.values())

@@ -1,4 +1,4 @@
-"""What one backward sends, launches and leaves exposed, in untimed steps."""
+"""The bytes, launches and exposed time of one backward, in untimed steps."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ from tritonddp.coordination.counters import Counters
 
 @dataclass(frozen=True)
 class Traffic:
-    """Counts of one backward on this rank, buckets being what they are to stay.
+    """Counts of one backward on this rank, with the final buckets.
 
     Attributes:
-        wire_bytes: handed to collectives: gradients, and whatever tells who used what. ``None``
-            where nothing counts them, as under FSDP2.
-        sent_bytes: what of them this rank has to send, see
-        :class:`tritonddp.coordination.counters.Counters`.
-        collectives: as the process group counts them.
-        launches: kernels, copies and fills on the device, those of the model's own backward
-            included; ``None`` on the CPU, where the profiler cannot look into the device, or
-            where they were not asked for.
+        wire_bytes: bytes passed to collectives: gradients, and information about used parameters.
+            ``None`` if nothing counts them, as in FSDP2.
+        sent_bytes: bytes of these that this rank has to send, see
+            :class:`tritonddp.coordination.counters.Counters`.
+        collectives: number that the process group counts.
+        launches: kernels, copies and fills on the device, including the model's own backward;
+            ``None`` on the CPU, where the profiler does not see the device, or if not requested.
     """
 
     wire_bytes: int | None
@@ -43,7 +42,7 @@ class Traffic:
 
     @classmethod
     def of(cls, model: nn.Module, batch: Batch, ranks: Ranks, with_launches: bool) -> Traffic:
-        """Run two backwards; collective. The first is to be at least the model's third."""
+        """Run two backwards; collective. The first must be at least the third of the model."""
         collectives = _sequence_number()
         sent = sent_in(lambda: _step(model, batch, ranks), model, ranks.world_size)
         collectives = _sequence_number() - collectives
@@ -54,7 +53,7 @@ class Traffic:
 
 
 def sent_in(step: Callable[[], object], model: nn.Module, world_size: int) -> tuple[int, int]:
-    """``wire_bytes`` and ``sent_bytes`` of a step of the model, see :class:`Traffic`."""
+    """Return ``wire_bytes`` and ``sent_bytes`` of a step of the model, see :class:`Traffic`."""
     before = _counted(model)
     step()
     after = _counted(model)
@@ -65,9 +64,9 @@ def sent_in(step: Callable[[], object], model: nn.Module, world_size: int) -> tu
 
 
 def bucket_bytes(model: nn.Module) -> list[int]:
-    """Sizes of the bucket buffers, trailers included."""
-    if type(model) is StockDDP:  # tritonddp passes for a subclass of it
-        # Private, but the only place where stock tells.
+    """Return the sizes of the bucket buffers, including trailers."""
+    if type(model) is StockDDP:  # exact, because isinstance() also holds for tritonddp
+        # Private, but stock reports it nowhere else.
         logged = model._get_ddp_logging_data()
         sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
         return [int(size) for size in sizes.split(",")]
@@ -77,10 +76,10 @@ def bucket_bytes(model: nn.Module) -> list[int]:
 
 
 def exposed(model: nn.Module, batch: Batch, ranks: Ranks, steps: int = 3) -> float:
-    """Median seconds from the last gradient to the end of the backward, of the slowest rank.
+    """Return the median seconds from the last gradient to the end of the backward; collective.
 
-    No compute hides them. By a hook of a user's kind on the parameter that comes last, on a GPU.
-    Collective.
+    For the slowest rank, on a GPU. No compute overlaps this time. A user hook on the parameter
+    whose gradient is ready last marks its start.
     """
     order: list[Tensor] = []
     params = [param for param in model.parameters() if param.requires_grad]
@@ -104,14 +103,14 @@ def exposed(model: nn.Module, batch: Batch, ranks: Ranks, steps: int = 3) -> flo
 
 
 def _bitmap_bytes(model: StockDDP) -> int:
-    """Stock's further all-reduce, which tells what was used: an int32 for each parameter."""
+    """Return the bytes of stock's all-reduce of used parameters: an int32 for each parameter."""
     if not model.find_unused_parameters:
         return 0
     return 4 * sum(param.requires_grad for param in model.parameters())
 
 
 def _counted(model: nn.Module) -> Counters:
-    """tritonddp's own count so far; what others send is known by their buckets alone."""
+    """Return tritonddp's counters; for other wrappers, only bucket sizes are known."""
     counters = getattr(getattr(model, "reducer", None), "counters", None)
     return Counters() if counters is None else copy.copy(counters)
 
@@ -129,9 +128,9 @@ def _launches(model: nn.Module, batch: Batch, ranks: Ranks) -> int | None:
 
 
 def launches(call: Callable[[], object]) -> int | None:
-    """Kernels, copies and fills of a call; ``None``: the profiler cannot look into this device.
+    """Return the kernels, copies and fills of a call; ``None`` if the device cannot be profiled.
 
-    (NCCL's annotations show up on the device's track too, but launch nothing.)
+    NCCL's annotations also appear on the device's track, but launch nothing.
     """
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -145,9 +144,9 @@ def launches(call: Callable[[], object]) -> int | None:
 
 
 def _sequence_number() -> int:
-    """Collectives of the default group so far, whoever called them, C++ included.
+    """Return the number of collectives of the default group so far, by any caller, including C++.
 
-    The private name is the only one; the flight recorder logs the same number.
+    There is no public name; the flight recorder logs the same number.
     """
     group: Any = dist.group.WORLD
     return group._get_sequence_number_for_group()

@@ -141,7 +141,7 @@ def judge(stdout: str, stderr: str, exit_code: int) -> tuple[str, str]:
     if verdict and exit_code == 0:
         message = MESSAGE.search(stderr)
         return verdict[1], verdict[2] + (f" (it said: {cut(message[1])})" if message else "")
-    # The last error of each rank, to which the earlier ones led.
+    # The last error of each rank; earlier ones led to it.
     errors = {int(each[1]): f"{each[2]}: {each[3]}" for each in ERROR.finditer(stderr)}
     if errors:
         return "error", "; ".join(f"rank {rank}: {cut(errors[rank])}" for rank in sorted(errors))
@@ -183,7 +183,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def runs_of(script: Path, limit: float) -> tuple[dict[str, Outcome], list[str]]:
-    """Return the outcomes by way of running, and the lines for tritonddp."""
+    """Return the outcomes by kind of run, and the lines for tritonddp."""
     source, lines = with_lines(script.read_text())
     launches = {"stock": (script, STOCK), AS_IT_IS: (script, OURS)}
     with tempfile.TemporaryDirectory(prefix="tritonddp-evidence-") as folder:
@@ -249,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def missed(found: dict[str, dict[str, Outcome]]) -> list[str]:
-    """Return the failures for which no way with tritonddp gives a right result."""
+    """Return the failures that remain in every run with tritonddp."""
     ours = {
         name: [o.word for way, o in each.items() if way != "stock"] for name, each in found.items()
     }

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the report. Return 0, or 1 if something is broken."""
+    """Print the report. Return the exit code: 1 if something is broken."""
     if arguments.backward_ms and not arguments.parameters:
         print("tritonddp doctor: error: --backward-ms requires --parameters", file=sys.stderr)
         return 2

@@ -33,7 +33,7 @@ class Lines:
     shares_memory: bool = False  # ranks sum in shared memory, then hosts exchange the sums
 
     def bytes_sent(self, wire: str) -> tuple[float, float]:
-        """Return bytes per parameter that a rank sends in its host, and a host to other hosts."""
+        """Return bytes per parameter: from a rank within its host, and from a host to others."""
         size = inner = 2 * WIRES[wire][1]
         if self._is_exact_within(wire):
             inner = 2 * WIRES["fp32"][1]

@@ -66,7 +66,7 @@ def errors(folder: Path) -> list[str]:
 def _at_spawned_rank(act: Callable[[], None]) -> None:
     """Call ``act`` in a rank that the script itself started under torchrun, and end the rank.
 
-    There, ``env://`` refers to torchrun's own store, in which such a rank would wait in vain.
+    There, ``env://`` refers to torchrun's own store, where such a rank would wait forever.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d

@@ -30,8 +30,8 @@ _RENDEZVOUS = ("standalone", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of torchrun and of the script.
 
-    They are read from torchrun's source, because importing it takes seconds, too long for reporting
-    a typing error. torchrun itself parses the command line later.
+    They are parsed from torchrun's source, because importing torchrun takes seconds, too long to
+    report a typo. torchrun itself parses the command line later.
     """
     spec = importlib.util.find_spec("torch")
     assert spec is not None
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the script. Return 0; if the script fails, end as torchrun does."""
+    """Run the script. Return the exit code; if a rank of torchrun fails, end as torchrun does."""
     is_file = not (arguments.module or arguments.no_python)
     if is_file and not Path(arguments.script).is_file():
         print(f"tritonddp run: error: there is no file {arguments.script}", file=sys.stderr)

@@ -15,8 +15,8 @@ from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.point_to_point import TO_OWNERS, SumOfParts, tag_of
 
-# Limit for buckets summed in one round of messages per reduction, as a multiple of the largest such
-# bucket: they take several times their memory until the reduction ends.
+# Limit on the bytes that one reduction sums in a single round of messages, as a multiple of the
+# largest such bucket: each of these buckets takes several times its size until the reduction ends.
 _FEW = 8
 
 
@@ -37,11 +37,11 @@ class AllReduce(Collective):
 
     The factor ``1 / world_size`` is fused into the flatten kernel: SUM, unlike AVG, works with
     every NCCL algorithm, and a pre-scaled sum does not overflow in half precision. A weighted mean
-    ``sum_r(w_r g_r) / sum_r(w_r)`` uses ``w_r / world_size`` there and ``world_size / sum_r(w_r)``
-    in the unflatten kernel: the weights are in the headers of the ranks. For a mean over the ranks
-    that have inputs, the headers also contain the number of those ranks.
+    ``sum_r(w_r g_r) / sum_r(w_r)`` multiplies by ``w_r / world_size`` in the flatten kernel and by
+    ``world_size / sum_r(w_r)`` in the unflatten kernel: the headers contain the weights of all
+    ranks. For a mean over the ranks that have inputs, the headers also tell which ranks have none.
 
-    The first few small buckets on the CPU in each reduction are summed by one round of messages
+    In each reduction, the first few small buckets on the CPU are summed with one round of messages
     instead: see :func:`tritonddp.coordination.collectives.sum_directly`.
     """
 
@@ -75,8 +75,8 @@ class ReduceToOwners(Collective):
     """A reduce-scatter of the gradients, and an all-reduce of the trailer. Serves one bucket.
 
     A reduce-scatter sends half of the bytes of an all-reduce. The all-reduce of the trailer gives
-    flags and headers to all ranks. gloo divides buffers into equal parts only. So on the CPU each
-    rank sends every other rank the part that the other rank owns, and adds the received parts in
+    flags and headers to all ranks. gloo can only split buffers into equal parts. On the CPU each
+    rank therefore sends each part directly to its owner, and adds the received parts of its own in
     rank order. While in flight, this takes ``world_size`` times the memory of the part that this
     rank owns.
 

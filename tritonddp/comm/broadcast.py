@@ -1,6 +1,6 @@
-"""Initial state and module buffers: every rank gets those of one rank, the *source*.
+"""Broadcast of the initial state and of module buffers from one rank, the *source*.
 
-They are sent in one message through the process group.
+Tensors are sent together through the process group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LARGE = 2**18
 
 
 class StateBroadcast:
-    """Overwrites parameters and buffers with those of rank ``source.source_rank``."""
+    """Overwrites parameters and buffers with the values of rank ``source.source_rank``."""
 
     def __init__(self, group: Group, source: Any) -> None:
         self._group = group
@@ -124,12 +124,12 @@ def memcmp() -> Callable[[int, int, int], int]:
 def broadcast_coalesced(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, group_src: int, max_bytes: int
 ) -> None:
-    """Overwrite ``tensors`` with those of rank ``group_src`` of ``group``.
+    """Overwrite ``tensors`` with the values of rank ``group_src`` of ``group``.
 
     Tensors of all dtypes are sent together as bytes, so that a model with float and integer buffers
-    needs one broadcast, not one per dtype. The tensors are dense, with the same shapes and dtypes
-    in the same order on every rank. A message holds at most ``max_bytes``, or one tensor. A large
-    tensor has a separate message, and is not copied.
+    needs one broadcast, not one per dtype. The tensors must be dense, with the same shapes and
+    dtypes in the same order on every rank. A message holds at most ``max_bytes``, or a single
+    larger tensor. Large tensors are sent in separate messages, without a copy.
     """
     with torch.no_grad():
         large = [each for each in tensors if each.nbytes >= _LARGE]
@@ -150,7 +150,7 @@ def broadcast_messages(messages: Iterable[Message], group: dist.ProcessGroup, so
 
 
 def messages_of(tensors: Sequence[Tensor], max_bytes: int) -> list[Message]:
-    """Return messages of at most ``max_bytes``, or one tensor: views of the tensors' bytes."""
+    """Return messages of at most ``max_bytes`` or one tensor; they view the tensors' bytes."""
     with outside_modes(tensors):
         return [Message(batch) for batch in _batches(tensors, max_bytes)]
 

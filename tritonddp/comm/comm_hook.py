@@ -57,14 +57,14 @@ class CommHook:
     This object is the transport, and the exchange of every bucket, since all trailers are sent
     together.
 
-    Hooks are called in bucket order. On a GPU with NCCL, a hook is called when its bucket is full.
-    Over gloo the callbacks of a hook run on gloo's threads. If they issue further collectives,
-    these race with the collectives of the next bucket, and with all others in the backward. So over
-    gloo only hooks that are known to issue at most one collective are called when a bucket is full.
-    All other hooks are called at the end of the backward, each after the previous call has
-    completed.
+    Hooks are called in bucket order. With NCCL, a hook is called as soon as its bucket is full.
+    With gloo, the callbacks of a hook run on gloo's threads. If they issue further collectives,
+    these race with the collectives of the next bucket, and with all others in the backward. With
+    gloo, only hooks that are known to issue at most one collective are therefore called as soon as
+    a bucket is full. All other hooks are called at the end of the backward, each after the previous
+    call has completed.
 
-    Sparse gradients bypass hooks: they are averaged as without one.
+    Sparse gradients bypass hooks, and are averaged as if no hook were registered.
 
     An error in a hook is raised after the hook has been called for all buckets, so that the
     collectives of the ranks match. A rank whose hook or backward failed contributes zeros, since
@@ -80,7 +80,7 @@ class CommHook:
     sum_into = None
 
     def __init__(self, hook: Hook, state: Any, group: Group, counters: Counters) -> None:
-        self.hook = hook  # see above
+        self.hook = hook
         self._state = state
         self._group = group
         self._counters = counters
@@ -152,7 +152,7 @@ class CommHook:
 
     def result(self, future: Any, buffer: Tensor) -> Tensor:
         """Wait for the hook's future, and return the tensor in it."""
-        # The future of one collective completes without help. A callback costs a thread switch.
+        # A single collective completes or fails on its own. A done callback costs a thread switch.
         if not self._issues_one and not future.done():
             ended = threading.Event()
             future.add_done_callback(lambda _: ended.set())
@@ -208,7 +208,7 @@ class CommHook:
             if factors is not None and (not is_whole or call.bucket.storage.is_sparse):
                 factor = factors[number : number + 1].to(flat.data.device)
                 if call.bucket.storage.is_sparse:
-                    # Sparse gradients hold a sum; hooks divide theirs by the number of ranks.
+                    # Sparse gradients are sums. Hooks divide dense ones by the number of ranks.
                     factor = factor / size
             found[call.bucket.index] = factor
         self._factors = found

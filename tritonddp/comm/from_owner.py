@@ -34,11 +34,11 @@ _STATE = (
 
 
 class FromOwner:
-    """Overwrites some tensors of one wrapper with those of one rank.
+    """Overwrites some tensors of one wrapper with the values of one rank.
 
-    The messages are kept, since creating the views would take most of the time of a broadcast. They
-    are rebuilt if the memory or size of a tensor has changed. Until then they keep the memory
-    alive.
+    The messages are cached, since creating the views would take most of the time of a broadcast.
+    They are rebuilt when the memory or size of a tensor has changed. Until then, they keep the old
+    memory alive.
     """
 
     def __init__(self, group: Group, transport: TransportChoice, kind: str) -> None:
@@ -54,8 +54,8 @@ class FromOwner:
     def share_memory(self, number: int) -> bool:
         """Return True if shared memory can be used from now on; the same on all ranks.
 
-        ``number`` is identical on all ranks, and no other tensors of the group have it; -1 if it is
-        not known yet.
+        ``number`` is identical on all ranks and identifies these tensors within the group; -1 if it
+        is not known yet.
         """
         peers = self._transport.peers(self._group)
         if self._shared is None and number >= 0 and peers is not None:
@@ -63,7 +63,7 @@ class FromOwner:
         return self._shared is not None
 
     def messages(self, named: _Named, max_bytes: int) -> list[Message]:
-        """Return messages for the process group, of at most ``max_bytes``, or one tensor.
+        """Return messages for the process group, each of at most ``max_bytes`` or one tensor.
 
         Raises:
             NotImplementedError: a tensor cannot be overwritten; the message names it.
@@ -94,7 +94,7 @@ class FromOwner:
         max_bytes: int,
         uses_memory: bool,
     ) -> None:
-        """Overwrite the tensors with those of rank ``owner``. All ranks call it in the same step.
+        """Overwrite the tensors with rank ``owner``'s values. All ranks call this in the same step.
 
         Args:
             named: the tensors with their names; the same list as before if nothing was replaced.

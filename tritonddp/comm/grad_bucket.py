@@ -31,18 +31,18 @@ class GradBucket:
         self._params = list(params)
 
     def index(self) -> int:
-        """Position of the bucket in the launch order, identical on all ranks."""
+        """Return the position of the bucket in the launch order, identical on all ranks."""
         return self._index
 
     def is_last(self) -> bool:
-        """Whether this is the last bucket of the backward."""
+        """Return True for the last bucket of the backward."""
         return self._is_last
 
     def buffer(self) -> Tensor:
-        """All gradients, concatenated, each row-major; 1-D.
+        """Return all gradients in one 1-D tensor, each in row-major order.
 
-        Has the dtype of the gradients, unless :meth:`set_buffer` has changed it. A complex element
-        takes two real elements.
+        Its dtype is the wire dtype (``reduce_dtype``, by default that of the gradients), unless
+        :meth:`set_buffer` has changed it. A complex element takes two real elements.
         """
         return self._buffer
 
@@ -51,7 +51,7 @@ class GradBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        """Views of the buffer, row-major, with the shapes of :meth:`parameters`."""
+        """Return views of the buffer, row-major, with the shapes of :meth:`parameters`."""
         views, end = [], 0
         for param in self._params:
             start, end = end, end + param.numel() * (1 + param.is_complex())
@@ -62,7 +62,7 @@ class GradBucket:
         return views
 
     def parameters(self) -> list[Parameter]:
-        """The parameters whose gradients the bucket holds, in bucket order."""
+        """Return the parameters of the gradients, in bucket order."""
         return list(self._params)
 
 

@@ -24,7 +24,7 @@ from tritonddp.kernels.messages import Messages
 
 
 class PartsExchange:
-    """The :class:`Work` of one exchange. The constructor encodes and issues the first messages.
+    """The :class:`Work` of one exchange. The constructor encodes and sends the first messages.
 
     Args:
         messages: messages of this rank. Nothing else may use them until :meth:`wait` has returned.
@@ -50,8 +50,8 @@ class PartsExchange:
         messages.encode()
         self._sums: list[MessagesUnderWay] = []
         if messages.gathered:
-            # Post the receives now: on a slow link, the message that this rank is ready to receive
-            # would queue after the data it sends, and the other ranks wait for that message.
+            # Post the receives now. gloo tells the senders that this rank is ready to receive; on a
+            # slow link, that notice would queue after the data that this rank sends.
             gathered = dict(zip(ranks, messages.gathered, strict=True))
             self._sums.append(MessagesUnderWay(group, tags[1], gathered, {}))
         received = dict(zip(ranks, messages.received, strict=True))
@@ -146,8 +146,8 @@ def _go_on(queue: SimpleQueue[PartsExchange | None]) -> None:
             del exchange
 
 
-# Threads that have not ended. An entry is removed in its thread, as the thread ends and can no
-# longer be joined. So an entry must not hold a group: the thread would destroy the group, perhaps
+# Threads that have not ended. A thread removes its entry as it ends, when it can no longer be
+# joined. An entry must therefore not hold a group: the thread would destroy the group, perhaps
 # while the interpreter exits.
 _threads: weakref.WeakKeyDictionary[
     threading.Thread,
@@ -175,5 +175,5 @@ def _end_threads() -> None:
 
 
 def tags_of(number: int, first: int) -> tuple[int, int]:
-    """Return the tags of exchange ``number``, whose rounds are ``first`` and the next step."""
+    """Return the tags of exchange ``number``; its rounds are steps ``first`` and ``first + 1``."""
     return tag_of(number, first), tag_of(number, first + 1)

@@ -31,10 +31,10 @@ class QuantizedAllReduce(Collective):
     quantizes the sum and sends it to all ranks. Every rank dequantizes the same bytes, so all ranks
     get the same bits.
 
-    There are two collectives per bucket. In each one a rank sends (W-1)/W of a message with one
-    byte per element: together half the bytes of an all-reduce in bf16, see ``MessageLayout``. Two
-    ranks on the CPU send each other their whole message instead, which is the same number of bytes,
-    and both compute the sum: without a thread, and without a second rounding.
+    There are two collectives per bucket. In each, a rank sends (W-1)/W of a message, with about one
+    byte per element in int8: together half the bytes of an all-reduce in bf16, see
+    ``MessageLayout``. Two ranks on the CPU send each other their whole message instead, which is
+    the same number of bytes, and both compute the sum: without a thread or a second rounding.
     """
 
     def __init__(self, group: Group, counters: Counters) -> None:

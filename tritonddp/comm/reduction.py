@@ -63,9 +63,9 @@ class ReductionEvents:
 class Reduction:
     """Replaces the gradients of this rank by the mean over all ranks, once.
 
-    A rank that opens a reduction owes its collectives to the other ranks. :meth:`launch_ready` and
+    A rank that opens a reduction owes its collectives to the other ranks: :meth:`launch_ready` and
     :meth:`finish` run them. If this rank cannot continue, :meth:`abandon` and :meth:`drain` run
-    them.
+    them instead.
 
     A *segment* is a range of parameters of one bucket that are flattened together. To *pack* a
     segment is to flatten its gradients into the bucket. The *header* is the information about the
@@ -73,9 +73,9 @@ class Reduction:
 
     Attributes:
         bucket_set: the buckets of its parameters.
-        buckets: buckets to reduce, in launch order; dropped when buckets are rebuilt.
+        buckets: buckets to reduce, in launch order; empty if ``is_alone``.
         agreement: writes the header of this rank, and compares the headers of all ranks.
-        weights: header field with the weights of ranks.
+        weights: header field of the ranks' weights.
         events: callbacks for progress.
         source: where the gradients come from.
         where: this rank and its step, for messages.
@@ -114,7 +114,7 @@ class Reduction:
     scale: float = field(default=1.0, init=False)
     done: int = field(default=0, init=False)
     factor: Tensor | None = field(default=None, init=False)
-    # A bucket that is sent with NaN, because an earlier bucket was sent with wrong content.
+    # Bucket to send with NaN, because an earlier bucket was sent with wrong content.
     _spoiled: Bucket | None = field(default=None, init=False)
     _has_exchanged: bool = field(default=False, init=False)  # rows of sparse gradients
     _has_headers: bool = field(default=False, init=False)  # headers of all ranks were read
@@ -127,7 +127,7 @@ class Reduction:
         self.values[field] = value
 
     def skip(self, indices: Collection[int]) -> None:
-        """Do not send these buckets: the same ones on all ranks, and not the first bucket."""
+        """Do not send these buckets: the same ones on all ranks, never the first bucket."""
         self.skipped = indices
         for index in indices:
             for segment_index in self.bucket_set.segments_of[index]:
@@ -184,7 +184,8 @@ class Reduction:
             bucket.quantization.rescale(self.weights.unit)
         for call in self.events.on_pack:
             call(self, bucket, segment)
-        # The sum of no items counts nevertheless, but earlier gradients do not.
+        # With a weight of zero items, a sum still counts, but gradients of earlier backwards do
+        # not.
         weight = self.values.get(self.weights)
         counts_earlier = weight is None or weight.items != 0
         try:
@@ -269,15 +270,15 @@ class Reduction:
         self.launch_ready(rest=True, until=bucket.index + 1)
 
     def spoil(self, bucket: Bucket) -> None:
-        """Send NaN in this bucket, not the first one, because an earlier one was sent too early."""
+        """Send NaN in ``bucket`` (not the first), because an earlier bucket was sent too early."""
         self._spoiled = bucket
 
     @torch.no_grad()
     def abandon(self) -> None:
         """Launch all remaining buckets with NaN, because this rank cannot continue.
 
-        So the collectives of the ranks match, and the other ranks get NaN instead of a mean without
-        this rank. :meth:`drain` waits for the buckets.
+        The collectives of the ranks then match, and the other ranks get NaN instead of a mean
+        without this rank. :meth:`drain` waits for the buckets.
         """
         self.source = GradSource.BROKEN
         if not self.works:  # the header can still report this to the other ranks
@@ -323,7 +324,7 @@ class Reduction:
         if not discards and any(map(_wants_flags, self.buckets)):
             flags = self._read_flags()
         elif (
-            self.buckets  # empty with one rank, whose gradients are the mean
+            self.buckets  # empty if world_size == 1: the gradients are the mean
             and not (self._is_logged or events.needs_buckets or self.skipped)
             and not (discards or self.done)
         ):
@@ -471,7 +472,7 @@ class Reduction:
         """Replace ``.grad`` of all parameters by their mean over the ranks.
 
         For gradients that do not come from a running backward. If a gradient cannot be reduced, all
-        collectives are run before the error is raised, so that the other ranks do not hang.
+        collectives run before the error is raised, so that the other ranks do not hang.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
@@ -492,7 +493,7 @@ class Reduction:
     def ask(self) -> None:
         """Send only the first bucket, for its header. Gradients do not change.
 
-        Communication hooks compare headers after all buckets, so with them all buckets are sent.
+        Communication hooks compare headers after all buckets, so with a hook all buckets are sent.
 
         Raises:
             RuntimeError, Mismatch: see :meth:`finish`. After a Mismatch, :meth:`abandon` and
@@ -570,8 +571,8 @@ def open_reduction(
 ) -> Reduction:
     """Open a reduction. See :class:`Reduction` for the arguments.
 
-    ``used`` tells for each parameter whether this rank uses it; ``None`` uses the record of the
-    backward that begins.
+    ``used`` says for each parameter whether this rank uses it; with ``None``, the backward that
+    begins records it.
     """
     if used is not None:
         bucket_set.use.count(used)

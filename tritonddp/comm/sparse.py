@@ -1,8 +1,8 @@
 """The second step of sparse gradients: all ranks gather the rows of all ranks, and sum them.
 
-The rows are padded to the largest number on any rank, and all-gathered, which every backend
-supports: the rows of many tables in one message. NCCL has no collective for sparse tensors. gloo's
-pads and gathers in the same way, but separately for each table.
+The rows are padded to the largest number on any rank and all-gathered, which every backend
+supports, with the rows of many tables in one message. NCCL has no collective for sparse tensors.
+gloo's sparse all-reduce also pads and gathers, but separately for each table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tritonddp.kernels.flat_buffer import round_up
 
 # Alignment of the parts of a message in bytes: at least the largest element.
 _ALIGNMENT = 16
-# Limit in bytes of a message with rows of several tables: a rank holds those of all ranks at once.
+# Limit in bytes of a message with rows of several tables, because each rank holds the messages of
+# all ranks at the same time.
 _MOST_NBYTES = 8 << 20
 
 

@@ -1,7 +1,7 @@
 """The option ``transport``: how gradients, buffers and new values of one wrapper are sent.
 
-Only this module reads the option. The exchange of a bucket is then chosen by the bucket's
-properties: here, and in ``host/peer_memory.py`` for buckets that move into host memory.
+Only this module interprets the option. The exchange of a bucket then depends on the properties of
+the bucket: here, and in ``host/peer_memory.py`` for buckets that move into host memory.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class TransportChoice:
     """The transports that a wrapper may use, validated."""
 
     is_registered: bool = False  # buckets are in memory that the backend has registered
-    shares_memory: bool = False  # ranks of a host may exchange through shared memory
-    is_required: bool = False  # they must do so
-    may_cut: bool = True  # if quantized between hosts, ranks of a host may sum in full precision
+    shares_memory: bool = False  # ranks of a host may use shared memory
+    is_required: bool = False  # ranks of a host must use shared memory
+    may_cut: bool = True  # if quantized between hosts, sum in full precision within a host
 
     @classmethod
     def of(
@@ -89,7 +89,7 @@ class TransportChoice:
     def of_wrapper(
         self, group: Group, counters: Counters, device: torch.device, quantizes: bool
     ) -> tuple[ProcessGroupTransport, HostMemory | None]:
-        """Return the transport of the buckets, and the object that uses shared hosts, if any.
+        """Return the transport, and the object that lets ranks of a host share memory, or ``None``.
 
         Args:
             device: device of the module.
@@ -105,9 +105,9 @@ class TransportChoice:
         return by_group, PeerMemory(group, by_group, counters, self.is_required)
 
     def peers(self, group: Group) -> Peers | None:
-        """Return the other ranks if buffers and new values use shared memory; same on all ranks.
+        """Return the other ranks if buffers and new values can use shared memory, else ``None``.
 
-        This is the case on one host, after the end of a reduced backward has connected the ranks.
+        All ranks agree. They can use it on one host, once a reduced backward has connected them.
         """
         peers = group.peers
         is_one_host = isinstance(peers, Peers) and not peers.has_line
@@ -146,7 +146,7 @@ class ProcessGroupTransport:
 
     @property
     def goes_by_nccl(self) -> bool:
-        """Whether NCCL reduces tensors on GPUs, in a group that is not written in Python."""
+        """True if this is torch's own process group class and NCCL reduces its CUDA tensors."""
         group = self._group.process_group
         is_torchs = type(group) is dist.ProcessGroup
         return is_torchs and backend_name(group, torch.device("cuda")) == "nccl"

@@ -39,9 +39,9 @@ class TwoLevels(Collective):
         all-gather          between hosts, of the quantized sums
         all-gather          within the host, fp32
 
-    The first and the last step use separate groups: NCCL has one stream per group, on which the
-    first step of the next bucket would wait for the last step of this one. So the link between
-    hosts is not idle.
+    The first and the last step use separate groups. In a single group, and thus on a single NCCL
+    stream, the first step of the next bucket would wait for the last step of this one, and the link
+    between hosts would be idle.
     """
 
     def __init__(self, hosts: Hosts, groups: HostGroups, counters: Counters) -> None:

@@ -22,8 +22,8 @@ from tritonddp.coordination.agreement import (
 )
 
 # Unit of weights in the first weighted reduction, when no weight is known to all ranks yet. A few
-# samples and some thousands of tokens both differ from it by a factor of at most 100, and the range
-# of fp16 suffices for that.
+# samples and several thousand tokens both differ from it by a factor below 1000, which the range of
+# fp16 allows.
 _FIRST_UNIT = 16.0
 
 
@@ -32,7 +32,7 @@ class Weight:
     """Weight of the gradients of a rank."""
 
     items: float  # number of items over which the loss is a mean or a sum
-    is_sum: bool = False  # the loss is a sum, so that its gradients are not scaled
+    is_sum: bool = False  # the loss is a sum, so its gradients are not multiplied by `items`
 
     @property
     def scale(self) -> float:
@@ -50,8 +50,8 @@ class Weights(HeaderField):
     A rank without gradients sends 0: it does not know whether the other ranks use weights.
 
     Attributes:
-        divisor: divisor of the sum over ranks; by default their number, and :attr:`is_mean` is
-            true.
+        divisor: divisor of the sum over ranks; by default the number of ranks, in which case
+            :attr:`is_mean` is true.
         unit: weights are divided by it before the sum; close to the last weights that all ranks
             know.
     """
@@ -90,8 +90,8 @@ class Weights(HeaderField):
             )
 
     def read(self, values: Mapping[int, float]) -> None:
-        # A power of two near the mean of the weights: dividing by it does not round, and the
-        # quotients do not overflow if gradients are sent in fp16.
+        # A power of two near the mean of the weights: dividing by it is exact, and the quotients do
+        # not overflow if gradients are sent in fp16.
         if weights := [each for each in values.values() if each > 0]:
             self.unit = 2.0 ** round(math.log2(sum(weights) / len(weights)))
 

@@ -44,7 +44,7 @@ from tritonddp.features.buffer_sync import BufferHook
 from tritonddp.features.join import JoinProtocol, ShadowHook, UnevenInputs
 from tritonddp.state import DDPState
 
-# Attributes that a new process group recreates, and the group itself. DDPState has more.
+# Attributes that copies omit: the process group, and what is created from it; see DDPState.
 _OF_THE_GROUP = {"process_group", "reducer", "logger", "_compiled_call_impl"}
 # Arguments that are attributes as in stock DDP, but are not read from there in this package.
 _ONLY_SHOWN = (
@@ -110,9 +110,9 @@ class StockDDPNames:
             warn_of_static_graph(self.find_unused_parameters)
 
     def _build_reducer(self) -> None:
-        """Create the reducer from the options, with all hooks. No collective.
+        """Create the reducer from the options, with all hooks. Runs no collective.
 
-        As in stock DDP, a process group in the state of a hook is not replaced.
+        If the state of a hook holds a process group, it keeps that group, as in stock DDP.
         """
         state = self._ddp_state
         state.build_reducer(self)
@@ -203,7 +203,7 @@ class StockDDPNames:
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """Number of bytes by which dynamo splits the graph of a compiled module."""
+        """Bucket size in bytes at which dynamo splits the graph of a compiled module."""
         return max(self._ddp_state.config.caps.limits)
 
     @property
@@ -221,7 +221,7 @@ class StockDDPNames:
     def _has_rebuilt_buckets(self) -> bool:
         """Whether buckets follow the order in which gradients became ready.
 
-        torch's ZeRO waits for it: it skips three steps with ``static_graph``, otherwise two.
+        torch's ZeRO waits for this: it skips three steps with ``static_graph``, otherwise two.
         """
         core = self._ddp_state.core
         is_early = self.static_graph and core.counters.reductions < 3
@@ -349,8 +349,8 @@ class StockDDPNames:
     def _update_process_group(self, new_process_group: Any) -> None:
         """Average over other ranks from now on, for training in which ranks join and leave.
 
-        No collective. Gradients accumulated under :meth:`no_sync` stay in ``.grad``. Buckets are
-        rebuilt after the next reduced backward, and quantization errors are dropped.
+        Runs no collective. Gradients accumulated under :meth:`no_sync` stay in ``.grad``. Buckets
+        are rebuilt after the next reduced backward, and quantization errors are dropped.
 
         Args:
             new_process_group: the same group on all of its ranks. A rank outside the group passes
@@ -526,7 +526,7 @@ class StockDDPNames:
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        """Broadcast buffers as without a hook, for hooks that need it.
+        """Broadcast buffers as if no hook were registered; for hooks that need it.
 
         Args:
             bufs: the buffers; all buffers of the module by default.
@@ -566,10 +566,10 @@ class StockDDPNames:
         same order. Gradients that a rank has accumulated when its inputs end are not reduced.
 
         Args:
-            divide_by_initial_world_size: divide the sum of the gradients by the number of ranks;
-                ``False``: by the number of ranks that still have inputs. Weighted means
+            divide_by_initial_world_size: divide the sum of the gradients by the number of ranks; if
+                ``False``, by the number of ranks that still have inputs. Weighted means
                 (:meth:`weighted`) are always over the ranks with inputs. As in stock DDP,
-                communication hooks divide themselves.
+                communication hooks do the division themselves.
             enable: ``False`` disables this context.
             throw_on_early_termination: raise an error on all ranks when a rank runs out of inputs.
 
@@ -592,7 +592,7 @@ class StockDDPNames:
         """
         check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination})
         sync = self._ddp_state.sync
-        # A torch Join that failed has left the protocol in place, but is gone.
+        # A failed Join of torch leaves the protocol in place, but its hook no longer exists.
         if sync.join is not None and sync.join_hook() is not None:
             raise RuntimeError(
                 f"{self._ddp_state.core.where()}: nested join() of the same wrapped module: the "
@@ -642,7 +642,7 @@ class StockDDPNames:
     # The reducer
 
     def _check_reducer_finalized(self) -> None:
-        """See :meth:`StockReducer._check_reducer_finalized`, which raises.
+        """Check that the last backward is finished; see :class:`StockReducer`.
 
         Raises:
             RuntimeError: the last backward has not ended, or has left parameters unused.

@@ -43,7 +43,8 @@ class StockReducer:
 
         A backward through the outputs of a finished forward is reduced even if it starts under
         ``no_sync``. Unlike in stock DDP, other backwards do not need this call. ``outputs``, one
-        tensor or several, are the start of the backward if no forward has returned them.
+        tensor or several, are needed if no forward has returned the tensors at which the backward
+        starts.
         """
         core = self._core
         outputs = [outputs] if isinstance(outputs, Tensor) else outputs
@@ -113,7 +114,7 @@ class StockReducer:
         """Has no effect. Stock DDP's reducer needs this call."""
 
     def _rebuild_buckets(self) -> bool:
-        """Return False: buckets are rebuilt at the end of a backward."""
+        """Return False: buckets are rebuilt after a reduced backward, without this call."""
         return False
 
     def refuse_notification(self, *_: Any, **__: Any) -> NoReturn:

@@ -1,11 +1,11 @@
 """Verify that all ranks hold bitwise identical parameters, buffers and gradients.
 
-If they do, this takes two collectives for any number of ranks: an all-gather of 40 bytes, which
+If they do, this takes two collectives for any number of ranks: an all-gather of 56 bytes, which
 compares names and shapes, and an all-reduce (maximum) of 16 to 24 bytes per tensor. For each tensor
 it reduces the checksum ``c`` and the complement ``~c``: the maximum of ``c`` is the greatest
 checksum of all ranks, and the complement of the maximum of ``~c`` is the least. If both are equal,
 all checksums are equal. One hash of all checksums would be smaller, but could not tell which
-tensors differ. A tensor that only one rank expects to differ must be excluded on all ranks.
+tensors differ. If one rank expects a tensor to differ, it is excluded on all ranks.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# Bytes that are mixed together; a few temporary copies of them are made.
+# Bytes that are mixed in one step, which needs a few temporary copies of them.
 _PIECE = 2**23
 _WORD = 8  # bytes
 

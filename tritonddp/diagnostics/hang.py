@@ -1,12 +1,13 @@
 """Reports of stuck ranks: which rank the others wait for, and its Python stack.
 
 A backend reports only that a collective has not completed, after its timeout. A thread of each
-process checks the progress of the wrappers every few seconds, in what the reducer records anyway,
-so a step does no extra work. If the wrappers of a process group have not moved for
+process checks the progress of the wrappers every few seconds, in state that the reducer keeps
+anyway, so a step does no extra work. If the wrappers of a process group have not moved for half of
 ``TRITONDDP_HANG_SECONDS``, this rank writes its position, its *post*, to the group's store, and
-reads the posts of the other ranks. If some ranks wait, the first rank of each host logs which rank
-is behind; the other ranks log it at level INFO. This repeats at doubling intervals, and shortly
-before the timeout of the group. Training continues when the rank that is behind continues.
+reads the posts of the other ranks. After ``TRITONDDP_HANG_SECONDS`` and two further checks, if some
+ranks wait, the first rank of each host logs which rank is behind; the other ranks log it at level
+INFO. This repeats at doubling intervals, and shortly before the timeout of the group. Training
+continues when the rank that is behind continues.
 
 Posts are JSON of bounded size. No collective runs, and no call waits for the device.
 """
@@ -57,7 +58,7 @@ _NO_STORE = (
     "respond. Rank 0 or the launcher, which hosts the store, is stopped, has exited or is "
     "unreachable; or there is no store"
 )
-# States in which a process that does not answer is found.
+# Descriptions of the states of a process that does not respond.
 _STATES = {
     "ended": "it has exited",
     "stopped": "it is stopped by a signal or a debugger",
@@ -87,7 +88,7 @@ def hang_seconds() -> float:
 class Place(NamedTuple):
     """Where a wrapper is on one rank."""
 
-    number: int  # number of the wrapper, identical on all ranks
+    number: int  # index of the wrapper, identical on all ranks
     step: int  # number of reductions begun
     launched: int  # number of buckets launched in the last reduction
     back: int  # number of these buckets that are reduced
@@ -137,7 +138,7 @@ class _Answers:
     def __init__(self, group: Group, store: dist.Store) -> None:
         self.group = group
         self.store = store
-        self.exchanges = 0  # their number makes each post of a rank differ from its last one
+        self.exchanges = 0  # makes each post of a rank differ from its previous one
         self._read: list[dict[int, bytes]] = []  # per exchange, the texts of the other ranks
 
     def exchange(self, own: Post) -> None:
@@ -158,7 +159,7 @@ class _Answers:
     def all(self) -> dict[int, Post]:
         """Return the posts of this hang.
 
-        A post that does not change is from an earlier hang, or from a process stopped since.
+        A post that does not change is from an earlier hang, or its process has been stopped since.
         """
         posts = {}
         for rank, text in sorted(self._read[-1].items()):
@@ -236,7 +237,7 @@ class _GroupWatch:
         self.training = 0  # identifier of the training thread
         self._places: list[Place] = []
         self._since = time.monotonic()
-        self._next = 0.0  # time of the next report, in seconds without movement; 0: none made
+        self._next = 0.0  # seconds without movement until the next report; 0 before the first
         self._level = logging.WARNING  # of reports: other ranks of the host report the same
         self._answers: _Answers | None = None
         self._exchange: threading.Thread | None = None
@@ -314,7 +315,7 @@ class _GroupWatch:
                 self.group.tell_made(own_connection(self.group.process_group), at_end=at_end)
 
     def _named(self, places: Sequence[Place]) -> list[Place]:
-        """Return ``places``; idle places name another backward that is running, if any."""
+        """Return ``places``; idle ones name another running backward, if there is one."""
         running = [
             f"inside the backward of wrapped module {each.core.parameters.number}"
             + ("" if watch is self else f" of process group {watch.group.name!r}")

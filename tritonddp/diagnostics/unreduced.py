@@ -50,12 +50,12 @@ _seqs = count()
 class UnreducedGradient(NamedTuple):
     """A local gradient that possibly should be reduced.
 
-    There are three origins. A backward bypassed the wrapper (``AROUND``): stock DDP ignores this
-    silently, so whoever trains through ``.module`` by mistake trains each rank separately. A
-    backward inside ``no_sync`` had its forward outside (``INSIDE``): stock DDP reduces it. A local
-    backward added to means (``ADDED``). A warning is logged once for each wrapper, when an
-    optimizer finds such a gradient, or for ``AROUND`` also when the next reduced backward does.
-    Gradients that were dropped, zeroed or reduced before cause no warning.
+    There are three origins. ``AROUND``: a backward bypassed the wrapper. Stock DDP does not warn,
+    so a program that trains through ``.module`` by mistake trains each rank separately. ``INSIDE``:
+    a backward inside ``no_sync`` had its forward outside, and stock DDP reduces it. ``ADDED``: a
+    local backward added to means. A warning is logged once for each wrapper, when an optimizer
+    finds such a gradient, or for ``AROUND`` also when the next reduced backward does. Gradients
+    that were dropped, zeroed or reduced before cause no warning.
 
     Attributes:
         seq: number of the record, and the mark of the gradient.
@@ -88,7 +88,7 @@ _hooks: list[Any] = []
 
 
 class UnreducedGradients(Extension):
-    """Records such gradients of one wrapper, and warns of them; see :class:`WatchLocalBackwards`.
+    """Records the local gradients of one wrapper, and warns; see :class:`WatchLocalBackwards`.
 
     Args:
         manager: the bucket manager.
@@ -109,7 +109,7 @@ class UnreducedGradients(Extension):
         self._had_mean: Tensor | None = None
 
     def on_begin(self, backward: Backward) -> None:
-        """Find gradients that a reduced backward should not find, or record a local backward."""
+        """Before a reduced backward, check for recorded gradients; remember a local backward."""
         if backward.reduction is not None:
             if noted:
                 taken = _take(self._manager.current.params)
@@ -167,7 +167,7 @@ class UnreducedGradients(Extension):
         self._local, self._origin = None, ""
 
     def warn(self, found: Sequence[UnreducedGradient], who: str) -> None:
-        """Warn once that ``who`` finds these gradients, if there are any."""
+        """Warn once that ``who`` uses these gradients, if there are any."""
         if not found:
             return
         had_mean = found[0].origin is not ADDED or (self._had_mean is not None and self._had_mean)

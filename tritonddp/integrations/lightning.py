@@ -105,5 +105,5 @@ class StopCallback(_Callback):
         self._handler = self._least = None
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Restore them when training ends without ``on_train_end``."""
+        """Restore handlers and limits when training ends without ``on_train_end``."""
         self.on_train_end(trainer, pl_module)

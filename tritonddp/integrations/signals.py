@@ -47,8 +47,8 @@ def stop_on_signal(*signals: int) -> StopOnSignal:
     process groups, and running workers are moved to separate groups. The log warns where that is
     impossible.
 
-    If you set another handler later and call the former one from it, you call this handler. On a
-    second call, it calls the handler before it.
+    If you set another handler later and call the former one from it, you call this handler. When it
+    is called again, it calls the handler that preceded it.
 
     Args:
         signals: numbers, for example ``signal.SIGUSR1``; ``signal.SIGTERM`` by default.
@@ -192,7 +192,7 @@ class StopOnSignal:
             _thread.start_new_thread(_log, (who, _name(number)))
 
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
-        """Do what the signal did before."""
+        """Do what the signal did before this handler was set."""
         former = self._former[number]
         if callable(former):
             former(number, frame)
@@ -205,10 +205,11 @@ class StopOnSignal:
 
 
 class _Shield:
-    """The loop of DataLoader workers while signals stop all ranks: torch's loop, shielded.
+    """Replaces torch's loop of DataLoader workers while signals stop all ranks.
 
-    A worker in a separate process group does not receive signals to the group of its parent. It
-    ignores signals that are sent to each process, except SIGTERM, with which its parent ends it.
+    It runs torch's loop in a separate process group, which does not receive signals to the group of
+    the parent. The worker ignores signals that are sent to each process, except SIGTERM, with which
+    its parent ends it.
     """
 
     def __init__(self) -> None:
@@ -236,7 +237,7 @@ class _Shield:
         _work(self._signals, self._former, *args)
 
     def __reduce__(self) -> Any:
-        """Run torch's own loop in a worker that is not forked."""
+        """Pickle a function that runs torch's loop, shielded, in a worker that is not forked."""
         if getattr(get_spawning_popen(), "method", "") == "forkserver" and self._in_force:
             _start_server_apart()
         return partial, (_work_spawned, self._signals)

@@ -1,4 +1,4 @@
-"""Complex gradients for real-valued kernels: each gets one more dimension, of size two."""
+"""Complex gradients for real-valued kernels: each gets an additional dimension of size two."""
 
 from __future__ import annotations
 

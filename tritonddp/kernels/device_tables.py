@@ -1,14 +1,14 @@
-"""Device tables: tables of addresses, with which one launch reaches any number of gradients.
+"""Device tables: tables of addresses, so that one launch processes any number of gradients.
 
 A *chunk* is the work of one program: at most ``block`` consecutive elements of one gradient. The
 chunks of a buffer never change. The addresses of the gradients may change every step. Together with
 the used flags, the headers and the scale they form one small table at a fixed address.
 
-Often only addresses change. They are passed as arguments of a launch that writes them to the table:
-that needs no pinned memory and no copy. Any other change is uploaded. If ``flatten`` itself took
-the addresses as arguments, each of its programs would select one of them. The compiler loads all of
-them first: for 64 gradients Triton 3.7 needs 61 registers on sm_90 instead of 32, and it spills for
-256.
+Often only addresses change. They are then passed as arguments of a launch that writes them to the
+table, which needs no pinned memory and no copy. Any other change is uploaded. ``flatten`` itself
+does not take addresses as arguments, because each of its programs would select one of them, and the
+compiler loads all of them first: for 64 gradients Triton 3.7 needs 61 registers on sm_90 instead of
+32, and it spills for 256.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ALIGNMENT = 16
 
 # Elements of a chunk, and warps of a program: 4 accesses of 16 bytes in flight per thread with
 # about 30 registers. The same for all buffers, since no other choice was better: on an H100,
-# buffers of 0.3 to 205 MB reached 97 to 100 % of the bandwidth of the best of 1024 to 8192 elements
+# buffers of 0.3 to 205 MB reached 97 to 100 % of the best bandwidth among 1024 to 8192 elements
 # with 4 or 8 warps (benchmarks/results/gpu-h100/host.txt).
 BLOCK, WARPS = 2048, 4
 
@@ -269,7 +269,7 @@ class DeviceTables:
         return self.launches[_launch]
 
     def check_places(self, flat: FlatBuffer, addresses: list[int]) -> bool:
-        """Return True if these addresses of ``flat.views`` are still their places in ``flat``.
+        """Return True if ``addresses`` of ``flat.views`` are still their positions in ``flat``.
 
         They may have moved, because a view is ``.grad``, and any code may set its ``.data``.
         """

@@ -43,8 +43,8 @@ class Kernels:
     joint_unflatten: Callable[[Sequence[FlatBuffer]], Any] | None = None
     # Creates the tables of a buffer. Not possible while a CUDA graph is captured.
     tables: Callable[[FlatBuffer], Any] = _none
-    # (flat, dtype of gradients, in_place, is_joint): compiles all kernels that may be launched for
-    # the buffer: see unflatten.compile_for.
+    # (flat, dtype of gradients, in_place, is_joint): compiles all kernels that may be launched
+    # for the buffer: see unflatten.compile_for.
     compile: Callable[[FlatBuffer, torch.dtype, bool, bool], None] = _none
 
 
@@ -52,7 +52,7 @@ class Kernels:
 class QuantizedKernels:
     """The kernels of one kind of device for buckets whose gradients are quantized.
 
-    See ``quantized.reference`` for the first two.
+    See ``quantized.reference`` for ``quantize`` and ``reduce_parts``.
     """
 
     quantize: Callable[..., None]  # replaces flatten

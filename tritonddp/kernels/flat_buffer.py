@@ -40,7 +40,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def shared(values: Iterable[T]) -> list[T]:
-    """Return the values with equal ones as one object.
+    """Return the values, with equal values replaced by the same object.
 
     The shapes and strides of a model with 100,000 small parameters take more memory than its
     gradients.
@@ -170,7 +170,7 @@ class FlatBuffer:
             the sum of many ones saturates in fp16 and bf16, but never becomes zero.
         headers: view of the headers, one element each: before the collective the headers of
             this rank and zeros, afterwards the headers of all ranks. Empty in a part.
-        trailer: view of the used flags and the headers. A part has none.
+        trailer: view of the used flags and the headers; in a part, those of the whole buffer.
         encoded: the content of ``trailer`` before the collective: ``encoded_flags`` and
             ``encoded_headers``. ``None`` before :meth:`encode_trailer`.
         views: one tensor per gradient in its place, with the gradient's shape and strides.
@@ -195,8 +195,7 @@ class FlatBuffer:
         self.dtype = dtype
         if memory is None:
             self.data = torch.empty(layout.numel, dtype=dtype, device=device)
-            # The places of gradients need no zeros: the system allocates their pages when gradients
-            # are written there.
+            # Gradients need no zeros: the system allocates their pages when they are written.
             is_gapless = sum(layout.numels) == layout.flags_offset
             self.data[layout.flags_offset if is_gapless else 0 :].zero_()
         else:

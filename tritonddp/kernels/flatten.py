@@ -1,8 +1,7 @@
 """Flatten: scale, cast and gather all gradients of a bucket, and its trailer, in one launch.
 
-It is faster than one copy per gradient, which needs more launches, and faster than ``torch.cat``, a
-scale and a cast, which need more passes over memory. The twin in plain torch is in
-``reference.py``.
+One launch is faster than one copy per gradient, and faster than ``torch.cat``, a scale and a cast,
+which read and write the memory several times. The twin in plain torch is in ``reference.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ TRITON_DTYPES = {
 
 
 # Number of flags and headers that a program writes: one per thread. A whole BLOCK of int64 would
-# need more registers, even in the programs of chunks.
+# need more registers, in all programs of the kernel.
 FLAG_BLOCK = 128
 
 

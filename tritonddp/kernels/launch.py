@@ -1,10 +1,11 @@
 """Launch compiled Triton kernels without Triton's per-launch work.
 
-``kernel[grid](...)`` binds, specializes and looks up in Python at every launch, which takes about
-6.5 us. ``JITFunction.warmup`` does that too, but returns the compiled kernel, which launches in a
-third of that time without checking its arguments. So a launch that a buffer repeats is *prepared*:
-the compiled kernel is stored with the tables of the buffer, by a key that contains everything on
-which it depends (:attr:`~tritonddp.kernels.device_tables.DeviceTables.launches`).
+``kernel[grid](...)`` binds and specializes the arguments and looks up the kernel in Python at every
+launch, which takes about 6.5 us. ``JITFunction.warmup`` does the same, but returns the compiled
+kernel, whose launch takes a third of that time and checks no arguments. A launch that a buffer
+repeats is therefore *prepared*: the compiled kernel is stored with the tables of the buffer, by a
+key of everything on which it depends
+(:attr:`~tritonddp.kernels.device_tables.DeviceTables.launches`).
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def without(place: int, bound: partial[None]) -> tuple[partial[None], tuple[Any,
 
 
 def run(device_index: int | None, prepared: Callable[..., None], *arguments: Any) -> None:
-    """Run a prepared launch on a GPU, or for tensors on the CPU, and count it."""
+    """Run a prepared launch on a GPU, or on CPU tensors in the interpreter, and count it."""
     global launches
     if device_index is None or device_index == _torch.current_device():
         prepared(*arguments)

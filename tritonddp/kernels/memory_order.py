@@ -22,7 +22,7 @@ def gradient_strides(param: Tensor) -> tuple[int, ...]:
 def dims_by_stride(
     shape: Sequence[int], strides: Sequence[int]
 ) -> list[tuple[int, int, int]] | None:
-    """Return stride, size and index of each dimension, innermost first, without those of size 1.
+    """Return stride, size and index of each dimension whose size is not 1, innermost first.
 
     Two tensors of one shape with equal results have the same memory order. ``None`` if the strides
     leave gaps or overlap, or if there is no element.

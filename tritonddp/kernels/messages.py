@@ -1,11 +1,11 @@
-"""Messages with which ranks sum values that each of them holds: plain, cast, or quantized.
+"""Messages with which ranks sum their values: plain, cast, or quantized.
 
 Each rank owns one *part* of the values. It gets that part from all ranks, sums it in rank order,
 and sends the sum to all ranks. So there are two rounds of messages. Two ranks may send each other
 all of their values instead, which is the same number of bytes: both compute the sum, and there is
 no second round. Such an exchange is *direct*.
 
-An exchange of messages does not depend on their content. See :class:`Messages`.
+How messages are exchanged does not depend on their content. See :class:`Messages`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PlainMessages:
 
     def __init__(self, values: Tensor, ranks: int, rank: int) -> None:
         is_direct = ranks == 2
-        # Sums replace parts that were sent: their owner has received them.
+        # Sums replace the parts that were sent, which their owners have already received.
         self.sent = [values] * 2 if is_direct else list(values.tensor_split(ranks))
         self.reduced = self.sent[rank]
         self.received = [self.reduced.new_empty(len(self.reduced)) for _ in range(ranks)]

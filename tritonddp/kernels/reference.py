@@ -1,6 +1,6 @@
 """The kernels in plain torch: used on the CPU, and in tests as the reference for Triton kernels.
 
-Names, signatures and bits are those of ``flatten.py`` and ``unflatten.py``.
+Names, signatures and resulting bits match ``flatten.py`` and ``unflatten.py``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ALIGNMENT = 1
 # pass over memory costs less than a call per gradient.
 _SMALL = 8_192
 # Elements that are flattened in one call: 4 MiB in fp32, a part of the last-level cache. Measured:
-# smaller segments are no faster, since Python costs what copies save; from 16 MiB on copies take
-# twice as long.
+# smaller segments are no faster, since the overhead of Python cancels the gain; from 16 MiB on
+# copies take twice as long.
 _SEGMENT = 1_048_576
 # Elements that are cast in one call: torch casts via a temporary tensor, which then stays in the
 # cache. Measured: a tenth of the time of one call for 10 million elements. Fewer elements need more
@@ -144,7 +144,7 @@ def unflatten(
         TypeError: the factor is not one fp64 element on the buffer's device.
     """
     targets, sources = grads, flat.views
-    # Without a call if they equal the flags of the last step.
+    # Compare bytes here, to save the call if the flags equal those of the last step.
     content, flags = flat.last_flags
     if string_at(flat.flags.data_ptr(), flat.flags_nbytes) != content:
         flags = flat.reduced_flags()
@@ -184,7 +184,7 @@ def segments(layout: Layout) -> list[tuple[int, int]]:
 
 
 def are_large(layout: Layout) -> bool:
-    """Return True if one call per gradient costs less than a copy: from some KiB each on."""
+    """Return True if gradients are so large that a call for each costs less than another copy."""
     return layout.mean_numel >= _SMALL
 
 
@@ -229,10 +229,10 @@ class _Batched:
     Small gradients without gaps in the buffer are copied together, and then scaled together.
     """
 
-    is_small: bool  # the gradients are small, and without gaps: copied together if not cast
-    applies: bool  # in addition, all last gradients were present, and none was a buffer view
+    is_small: bool  # the gradients are small and without gaps: copied together unless cast
+    applies: bool  # also, in the last call all gradients were present and none was a buffer view
     payload: Tensor  # the place of all gradients
-    # If all gradients are vectors: the payload and the trailer, which a part does not have. One
+    # If all gradients are vectors: the payload, and the trailer unless the buffer is a part. One
     # call that copies all vectors takes a third of the time of separate copies.
     line: Tensor | None = None
     numel: int  # size of line
@@ -265,7 +265,7 @@ class _Batched:
 
 
 def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None]) -> bool:
-    """Flatten as :class:`_Batched` describes, if possible; return whether all were copied so."""
+    """Flatten as :class:`_Batched` describes. Return True if all gradients were copied together."""
     payload = flat.batched.payload
     targets, sources = flat.views, list(grads)
     missing, in_place = NoneType in map(type, grads), any(map(is_, grads, flat.views))
@@ -286,7 +286,7 @@ def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None]) -> bool:
 
 
 def _unflatten_scaled(grads: Sequence[Tensor], views: Sequence[Tensor], factor: float) -> None:
-    """Unflatten with a factor, a Python number: a tensor would take part in type promotion."""
+    """Unflatten with a factor, a Python number, because a tensor would affect type promotion."""
     for grad, view in zip(grads, views, strict=True):
         if grad.dtype is not view.dtype:
             compute = compute_dtype(grad.dtype, view.dtype)

@@ -218,8 +218,9 @@ class JointUnflatten:
     def _build(self) -> Tensor:
         """Return the chunks of all buffers: int64 ``(num_chunks, 5)``, one row per program.
 
-        Columns: where the gradient's address is, first element within the gradient, address of that
-        element in the buffer, number of elements, address of the used flag.
+        Columns: address of the table entry that holds the gradient's address, first element within
+        the gradient, address of that element in the buffer, number of elements, address of the used
+        flag.
         """
         self._places = [flat.data.data_ptr() for flat in self._flats]
         self._launches: dict[tuple[Any, ...], Any] = {}

@@ -254,7 +254,7 @@ class Contender:
         return f"; its last line: {last.strip()[-_WIDTH:]}" * bool(last)
 
     def kill(self) -> None:
-        """Kill the processes and everything that they have started."""
+        """Kill the processes, and on Linux everything that they have started."""
         token = self.token.encode()
         for entry in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):

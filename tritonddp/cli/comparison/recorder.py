@@ -192,10 +192,11 @@ class Recorder:
         self._backwards, self._began = 0, self._now()
 
     def _note_parts(self) -> None:
-        """Add the times of forward, backward, and communication that nothing overlaps.
+        """Add the times of forward, backward, and communication that is not overlapped.
 
-        At the end of a step, the times of the previous step are known; those of another model, or
-        of a step long ago, were known before. Reading them takes time, which is not counted.
+        At the end of a step, the times of the previous step are available. Skip times that were
+        recorded before, which are of another model or an old step. The time to read them is
+        excluded.
         """
         began = time.perf_counter()
         for model in self._alive():

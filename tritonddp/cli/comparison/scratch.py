@@ -1,11 +1,11 @@
-"""In a rank of a compared script: keeps the files that the script saves apart from the user's.
+"""In a rank of a compared script: redirects the files that the script saves to a scratch folder.
 
 A file that the script saves with ``torch.save``, safetensors, ``torch.distributed.checkpoint`` or
 fsspec goes to a folder of the launch, under the path that the script gives. From then on, that path
-refers to the file in the folder, for the functions that load, and for the usual functions that look
-for a file, list, rename, copy, link, read or remove it. All ranks of a launch share the folder, and
-no other launch does. Folders that the script makes are recorded: the launcher removes those that
-stayed empty.
+refers to the file in the folder, for functions that load, and for the usual functions that find,
+list, rename, copy, link, read or remove a file. All ranks of a launch share the folder, and no
+other launch does. Folders that the script creates are recorded, so that the launcher can remove
+those that stay empty.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Scratch:
         return there
 
     def _make(self, folder: str) -> None:
-        """Create a folder in the folder, including its parents."""
+        """Create ``folder`` below the scratch folder, including its parents."""
         if not os.path.isdir(folder):
             self._make(os.path.dirname(folder))
             with suppress(FileExistsError):  # created by another rank

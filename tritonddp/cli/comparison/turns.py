@@ -35,10 +35,10 @@ from tritonddp.cli.comparison.contender import (
 from tritonddp.cli.comparison.verdict import Launch
 from tritonddp.cli.terminal import Progress
 
-# Steps before any is timed: tritonddp learns the order of gradients and more in the first 16. If
-# steps are long, only as many as fit into half of _SECONDS, but at least LEAST_WARMUP.
+# Untimed steps at the start: in the first 16, tritonddp learns the order of gradients, among other
+# things. If steps are long, only as many as fit into half of _SECONDS, but at least LEAST_WARMUP.
 WARMUP, LEAST_WARMUP, _SECONDS = 20, 5, 10.0
-_FIRST = 1  # number of these that are not counted when a step is timed
+_FIRST = 1  # number of these steps that do not count for the estimated step time
 # Approximate duration of a block, chosen to get enough blocks; maximum number of its steps.
 _BLOCK_SECONDS, _BLOCK_STEPS = 0.1, 100
 _LONG_STEP = 0.5  # seconds; such a step does not depend on the previous content of caches
@@ -48,7 +48,7 @@ _LONGEST_HELLO = 1000  # bytes in which a rank identifies itself
 # Seconds without a report after which the other contender gets its turn, or the launch ends.
 _PATIENCE, _MOST_PATIENCE = 30.0, 600.0
 _LEAST_STEPS = 2
-# A contender hangs if it is silent this many times longer than the other one ever was.
+# A contender hangs if it is silent for this multiple of the other's longest silence.
 _SURELY = 3.0
 
 
@@ -56,9 +56,9 @@ _SURELY = 3.0
 class Plan:
     """The steps of a launch in turns, the same in all launches."""
 
-    warmup: int  # steps before any is timed, after the first ones, and before parts are recorded
+    warmup: int  # untimed steps after the first ones, and before parts are recorded
     block: int  # counted steps of a block
-    skipped: int  # steps before them, whose caches hold the data of the other contender
+    skipped: int  # untimed steps at the start of a block, with the other contender's data in caches
     pairs: int  # number of pairs of blocks
 
     @classmethod

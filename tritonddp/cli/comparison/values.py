@@ -22,8 +22,8 @@ from tritonddp.diagnostics.checksum import checksums
 CAPTURED_BACKWARDS = 3  # the first backwards that reduce gradients
 CAPTURED_STEPS = frozenset(2 * 4**power for power in range(8))
 
-# Maximum bytes written per capture; of larger ones, every n-th element of each tensor is written.
-# The stride n is odd; otherwise, some columns of a matrix with an even number would be omitted.
+# Maximum bytes written per capture; beyond it, only every n-th element of each tensor is written.
+# The stride n is odd: an even one would omit columns of a matrix with an even number of them.
 _BYTES = 2**24
 
 # Relative difference that rounding may cause, by dtype. A sum of gradients in another order differs
@@ -39,7 +39,7 @@ _COARSEST = 3e-2
 _LATER = 100.0
 # At the end, rounding has accumulated over all steps.
 _END = 3e-2
-# Multiple of the difference between stock's own launches, if any.
+# Multiple of the difference between stock's own launches, if there are several.
 _BESIDE_STOCK = 10.0
 # Gradients that consist of rounding errors only, for example of a bias before a normalization, are
 # relative to this share of the root mean square over all parameters.

@@ -2,9 +2,9 @@
 
 The comparison uses blocks of steps that ran directly one after the other, so that a temporary
 slowdown of the machine affects both. The logarithm of their ratio is one sample. Samples of one
-launch share properties of that launch, above all its memory layout, which do not average out no
-matter how long the launch runs. Each launch therefore gives one mean, and the interval is Student's
-over these means: ``mean ± t(0.995, launches - 1) * s / sqrt(launches)``.
+launch share properties of that launch, above all its memory layout, so they do not average out even
+in a long launch. Each launch therefore gives one mean, and the interval is Student's over these
+means: ``mean ± t(0.995, launches - 1) * s / sqrt(launches)``.
 
 ``s`` is the standard deviation of the means of launches, but never less than the standard error
 expected from the blocks within the launches, because a few launches may agree by chance.
@@ -43,7 +43,7 @@ class Launch:
 
     @classmethod
     def of(cls, first: Sequence[float], second: Sequence[float]) -> Launch:
-        """Create a launch from the seconds of at least six paired blocks.
+        """Create a launch from the seconds of at least two paired blocks.
 
         The means are over the pairs that remain after trimming the extreme ratios. The error is
         Yuen's for trimmed means (Biometrika 1974).
@@ -81,7 +81,7 @@ class Ratio:
             spread = math.inf
         if count > 1:
             spread = max(spread, stdev(math.log(each.second / each.first) for each in launches))
-        # One launch has more than ten blocks. An exponent beyond 99 would not fit a float.
+        # A single launch uses the last quantile. An exponent beyond 99 would not fit a float.
         quantile = _QUANTILES[min(count - 2, 9) if count > 1 else 9]
         factor = math.exp(min(99, quantile * spread / math.sqrt(count)))
         return cls(first, second, second / first / factor, second / first * factor, count)

@@ -92,7 +92,7 @@ class _Finder:
 def _import_package(folder: str) -> None:
     """Import tritonddp, which may not be on this path: the launcher may have run in a clone.
 
-    A folder of that name next to the script, for example a clone, is found without an origin.
+    If a folder of that name is next to the script, for example a clone, its spec has no origin.
     """
     import importlib.util
 

@@ -9,7 +9,7 @@ Sums are numbered, identically on all ranks::
 
 With few ranks, or little data, each rank adds up whole buckets (*one shot*). Otherwise a bucket is
 divided into one *share* per rank: each rank adds up its share in place, sends SUMMED, and copies
-the shares of the other ranks (*two shots*). So it reads 2 buckets instead of ``world_size``, and
+the shares of the other ranks (*two shots*). It then reads 2 buckets instead of ``world_size``, but
 waits twice.
 
 With several hosts of several ranks each, the ranks with the same share exchange it between the two
@@ -61,11 +61,11 @@ from tritonddp.coordination.hosts import Hosts
 from tritonddp.coordination.point_to_point import SHARES
 from tritonddp.kernels.messages import Messages
 
-# Seconds for which a rank keeps a link busy before it waits for the data on it.
+# Maximum number of seconds to wait for the ranks of this host to pack, before waiting for others.
 _FILLING = 1.0
 
 # Minimum number of ranks, and bytes of a bucket, for two shots. If gradients are views of the
-# bucket, 2 ranks suffice, to save a second buffer.
+# bucket, 2 ranks suffice, because two shots save a second buffer.
 _RANKS_OF_SHARES, _BYTES_OF_SHARES = 4, 256 * 1024
 
 
@@ -82,14 +82,14 @@ def _has_shares(bucket: Bucket, peers: Peers) -> bool:
 
 
 class HostSums:
-    """All sums of a group in memory of this host, for all its wrappers, in one sequence.
+    """The sequence of all sums of a process group in memory of this host, for all its wrappers.
 
-    Like collectives they are matched by their order, so ranks notice if they reduce different
+    Like collectives, sums are matched by their order, so ranks notice if they reduce different
     gradients.
 
     Attributes:
-        launched: number of the last sum.
-        thread: ID of the thread that launched the last sum of two shots; ``None`` if there was
+        launched: number of the last launched sum.
+        thread: ID of the thread that launched the last sum with two shots; ``None`` if there was
             none.
         inter_host: the thread for the exchange between hosts.
     """
@@ -114,7 +114,7 @@ class HostSums:
             for at in [n for n, what in peer.packed.items() if what[0] == ANY and n < seq]:
                 del peer.packed[at]
 
-    # Sums of two shots: other ranks may wait for the shares of this rank
+    # Sums with two shots: other ranks may wait for the shares of this rank
 
     def add(self, exchange: MemoryExchange, peers: Peers) -> None:
         """Add an exchange with two shots."""
@@ -131,7 +131,7 @@ class HostSums:
                     exchange.sum_share()
 
     def go_on(self) -> bool:
-        """See :meth:`Background.go_on`. Sums of another thread make progress there."""
+        """See :meth:`Background.go_on`. Sums of another thread make progress in that thread."""
         if not self.start():
             return False
         for exchange in self._in_order():
@@ -142,7 +142,7 @@ class HostSums:
         return True
 
     def start(self) -> bool:
-        """Receive messages and start the shares that can be summed; return True if any is left."""
+        """Receive messages, and sum the shares that are ready; return True if any share is left."""
         if self.thread != get_ident():
             return False
         for exchange in self._in_order():
@@ -153,7 +153,7 @@ class HostSums:
         return False
 
     def begin_shares(self, exchange: MemoryExchange) -> None:
-        """Sum the shares that can be summed, after ``exchange`` with two shots was launched."""
+        """Sum the shares that are ready, after ``exchange`` with two shots was launched."""
         self.thread = get_ident()
         exchange.wait_for(PACKED, waits=False)
         self.sum_packed()
@@ -193,7 +193,7 @@ class Progress:
         wrapper: number of the wrapper, identical on all ranks.
         last: number of its last sum.
         read: number of the last sum that this rank has confirmed with READ.
-        free: number of the last sum that all ranks have read: its memory may be overwritten.
+        free: number of the last sum that all ranks have read, so that its memory may be reused.
         exchanges: exchanges of its buckets; weak references, to avoid a cycle.
     """
 
@@ -215,7 +215,7 @@ class MemoryExchange(WaitPoint):
 
     Attributes:
         seq: number of the last sum.
-        taken: number of the last sum that is in the bucket.
+        taken: number of the last sum that was written into the bucket.
         started: number of the last sum for which the share of this rank is summed over this host.
         summed: number of the last sum for which the share of this rank is complete.
         shares: the share of this rank; ``None`` in one shot.
@@ -265,7 +265,7 @@ class MemoryExchange(WaitPoint):
             self.sum_into = None  # type: ignore[method-assign,assignment]
 
     def before_pack(self) -> None:
-        """See :class:`BucketExchange`: wait until all ranks have read the last content."""
+        """See :class:`BucketExchange`: wait until all ranks have read the previous content."""
         progress = self._progress
         if self.seq > progress.free:
             if self.seq > progress.read:
@@ -345,8 +345,8 @@ class MemoryExchange(WaitPoint):
         self.wait_for(PACKED)
         if self.shares is not None and self.is_packed():
             # The other ranks may still write to this buffer. The share of this rank is not needed,
-            # and must not be summed after this message. But other hosts have started to send
-            # theirs.
+            # and must not be summed after SUMMED is sent. Other hosts, however, have already
+            # started to send their sums of this share.
             if self._messages is not None:
                 self._sums.finish_shares(self)
             self.started = self.seq
@@ -356,7 +356,7 @@ class MemoryExchange(WaitPoint):
         self._forget()
 
     def _give_up(self) -> None:
-        """Confirm the last reduction, which has failed on this rank, with READ but without sums."""
+        """Send READ for the last reduction, which failed on this rank before it took the sums."""
         for exchange in sorted(self._progress.exchanges, key=lambda each: each.seq):
             if exchange.shares is not None and exchange.summed < exchange.seq:
                 exchange.wait_for(PACKED)
@@ -376,7 +376,7 @@ class MemoryExchange(WaitPoint):
         return all(peer.packed.get(self.seq) == self.content for peer in self.peers.others)
 
     def sum_share(self) -> None:
-        """If all have packed, add up the share of this rank; tell the ranks or send it to hosts."""
+        """Sum this rank's share if all ranks have packed; then send SUMMED, or the sum to hosts."""
         if self.shares is None or not self.is_packed():  # another bucket was packed: wait() raises
             return
         self.shares.sum(spreads=self.in_place is not None and self._messages is None)
@@ -412,7 +412,7 @@ class MemoryExchange(WaitPoint):
         self.peers.say(SUMMED, *self.content[:2], self.seq)
 
     def _refuse(self, peer: Peer) -> NoReturn:
-        """Raise an error: ``peer`` has announced another bucket under the number of this sum.
+        """Raise an error: ``peer`` has announced another bucket with the number of this sum.
 
         Raises:
             Mismatch: that bucket uses memory too, so all ranks find out.
@@ -447,10 +447,10 @@ def _words(wrapper: int, bucket: int, nbytes: int) -> str:
 
 
 class Announced:
-    """Wraps another exchange of a bucket, and announces it to the ranks of this host.
+    """Wraps another exchange of a bucket, and announces the bucket to the ranks of this host.
 
-    Other buckets use shared memory. If the ranks have diverged, a rank may expect one of those
-    buckets at this position.
+    Other buckets use shared memory. If the ranks have diverged, another rank may expect such a
+    bucket at this position.
     """
 
     def __init__(self, exchange: BucketExchange, peers: Peers) -> None:

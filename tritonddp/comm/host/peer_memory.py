@@ -53,8 +53,8 @@ _ALIGNMENT = 4096
 class PeerMemory:
     """Moves the buckets of one wrapper into memory that the other ranks of this host can read.
 
-    Lazy, sparse and quantized buckets use the process group. With several hosts, so do buckets with
-    owners.
+    Lazy and sparse buckets, and those sent as quantized messages, use the process group. With
+    several hosts, so do buckets with owners.
 
     Args:
         transport: reduces the buckets that do not move.
@@ -66,17 +66,17 @@ class PeerMemory:
     ) -> None:
         self._group, self._transport, self._counters = group, transport, counters
         self._is_required = is_required
-        self.refusal: Refusal | None = None  # reason if an attempt has failed
+        self.refusal: Refusal | None = None  # set after a failed attempt
         self._progress: Progress | None = None  # set when the ranks are connected
         self._handed = 0  # number of handovers
         self._memory: Memory | None = None  # memory of its buckets
-        self._moved: Callable[[], object] = NoneType  # weak reference: buckets refer to exchanges
+        self._moved: Callable[[], object] = NoneType  # weak: the buckets refer to exchanges
 
     def begin(self, current: BucketSet) -> None:
-        """Announce the buckets to the other ranks, when a reduction begins before :meth:`move`.
+        """Announce buckets to the other ranks if a reduction begins before :meth:`move`.
 
-        If other wrappers have connected the ranks, a rank may expect a bucket of those instead.
-        Buckets of a restored run have already moved.
+        If another wrapper has connected the ranks, a rank that has diverged may expect a bucket of
+        that wrapper. The buckets of a restored run have already moved.
         """
         if self._moved() is current:
             return
@@ -87,13 +87,13 @@ class PeerMemory:
     def end(self) -> None:
         """Handle a mismatch that has ended the last reduction on all ranks; a collective follows.
 
-        Then no rank waits for READ: the numbers of the last sums may differ between ranks.
+        No rank then waits for READ, since the numbers of the last sums may differ between ranks.
         """
         if self._progress is not None:
             self._progress.end()
 
     def leave(self) -> None:
-        """Stop moving buckets: no rank waits for announcements any more."""
+        """Stop announcing buckets: they no longer move, and no rank expects announcements."""
         self._transport.announce(None)
 
     def connect(self, where: str) -> Hosts | None:
@@ -154,7 +154,7 @@ class PeerMemory:
         return connected
 
     def _tell(self, current: BucketSet, peers: Peers, where: str) -> None:
-        """Tell the user, once, which way gradients are exchanged."""
+        """Log once how gradients are exchanged."""
         ranks, has_line = len(peers.others) + 1, peers.has_line
         if any(bucket.wire.is_message for bucket in current.buckets) and not has_line:
             logger.warning(
@@ -198,8 +198,8 @@ class PeerMemory:
                         part = memory.tensor[start:][: bucket.nbytes]
                         bucket.move(torch.from_dlpack(part))
                     elif bucket.is_large():
-                        # No gradient will be written to the buffer, and the system allocates a page
-                        # at its first write.
+                        # Sums go directly into the gradients, so this buffer is not written, and
+                        # the system allocates pages only when they are written.
                         bucket.move(torch.empty(bucket.nbytes, dtype=torch.uint8, device="cpu"))
         except OSError as error:
             failure = f"{starts[-1]} bytes cannot be allocated: {error}"
@@ -225,8 +225,7 @@ class PeerMemory:
     def _hand_over(self, memory: Memory, wrapper: int, peers: Peers) -> tuple[str, list[Tensor]]:
         """Exchange memory with the other ranks of this host.
 
-        All ranks wait here, so that few descriptors are in flight at a time: their number is
-        limited.
+        All ranks wait here, because the number of descriptors in flight is limited.
 
         Returns:
             The failure, or ``""``; and the memory of all ranks of this host.

@@ -113,7 +113,7 @@ class RankBuffers:
                 grad.mul_(number)
 
     def _put_together(self, slot: int, grad: Tensor) -> None:
-        """Write a gradient that is summed in parts, each of which is consecutive in memory."""
+        """Write a gradient whose sum consists of several parts, each consecutive in memory."""
         shape, strides = self._flat.layout.shapes[slot], self._flat.layout.strides[slot]
         is_in_order = grad.stride() == strides
         dense = grad if is_in_order else grad.new_empty_strided(shape, strides)
@@ -140,7 +140,7 @@ class RankBuffers:
 
 
 class Shares:
-    """The share of one rank, which sums it in place, in the memory of one bucket.
+    """The share of one bucket that this rank sums, in place in shared memory.
 
     Args:
         flat: the bucket's buffer.
@@ -176,9 +176,10 @@ class Shares:
                 self._pieces.append((terms, terms[rank], others))
 
     def begin(self, data: Tensor) -> None:
-        """Copy ``data`` of the packed buffer into this memory, unless it is already there.
+        """Copy the packed buffer ``data`` into this memory, unless it is already there.
 
-        It is elsewhere if the user's ``share_memory()`` moved gradients that are views of it.
+        ``data`` is elsewhere if the user's ``share_memory()`` has moved gradients that are views of
+        it.
         """
         if data.data_ptr() != self._packed.data_ptr():
             self._packed.copy_(data)

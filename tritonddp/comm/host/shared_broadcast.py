@@ -78,21 +78,21 @@ class _Point(WaitPoint):
 
 
 class SharedBroadcast:
-    """Broadcasts of the buffers of one wrapper to the other ranks of this host.
+    """Broadcasts of the buffers, or new parameter values, of one wrapper within this host.
 
     The source keeps the bytes of its last broadcast in memory that the other ranks have mapped.
-    Contents are compared, so unchanged buffers cost only a message of a few bytes::
+    Contents are compared, so unchanged tensors cost only a message of a few bytes::
 
-        source      if a byte differs: wait until all have SEEN the former content, write; SHOWN
+        source      if a byte differs: wait until all have SEEN the previous content, write; SHOWN
         receivers   wait for SHOWN of the source only; copy what differs; SEEN
 
-    If the source has no memory, or too little, it lends some (LENT). Receivers map it, and answer
-    (MAPPED). If a receiver cannot, the message SHOWN from then on says that the broadcast uses the
-    process group.
+    If the source has no memory, or too little, it lends new memory (LENT). Receivers map it, and
+    answer (MAPPED). If a receiver cannot map it, all later SHOWN messages say that the broadcast
+    uses the process group.
 
-    The number of a broadcast consists of the step, and how many broadcasts of this step preceded
-    it. So a forward that only one rank runs is harmless: until the next step a rank may see the
-    former buffers.
+    The number of a broadcast consists of the step and the number of previous broadcasts in that
+    step. An additional forward on one rank is therefore harmless: until the next step, a rank may
+    see the previous buffers.
     """
 
     def __init__(self, group: Group, peers: Peers, wrapper: int) -> None:
@@ -102,14 +102,14 @@ class SharedBroadcast:
         self._over = 0  # number of the last completed broadcast
         # State of the source.
         self._memory: Memory | None = None
-        self._loans = 0  # how often memory was lent
+        self._loans = 0  # number of times that memory was lent
         self._is_refused = False  # by any rank
         self._shown: deque[int] = deque(maxlen=_AHEAD)  # numbers of the last broadcasts
         self._layout = 0  # layout of the last broadcast; 0: through the process group
         self._compared: Any = None, None, []
 
     def send(self, part: Part, step: int, source: int, by_group: Callable[[], None]) -> None:
-        """Overwrite the tensors of ``part`` with those of rank ``source``.
+        """Overwrite the tensors of ``part`` with the values of rank ``source``.
 
         All ranks call this, in the same step. ``by_group`` uses the process group.
 
@@ -208,7 +208,7 @@ class SharedBroadcast:
         if source.counts[line] < seq:
             self._point.wait_for(SHOWN, waits=False)
         if source.counts[line] < seq:
-            # If this rank missed an earlier broadcast, after Ctrl-C, the source may wait for it.
+            # This rank may have missed a broadcast after Ctrl-C; the source may await its SEEN.
             self._peers.answer(source, SEEN, self.wrapper, 0, seq - 1)
             self._wait_for(SHOWN, seq, part, source)
         layout, nbytes = source.last[line]

@@ -84,7 +84,7 @@ class MessageLayout:
         part_blocks, part_exact: the same in a part (``Bp`` and ``Ep``).
         scales_offset, exact_offset: offset in a part, in bytes.
         part_bytes: bytes of a part without its trailer, which is the offset of the trailer.
-        stride: bytes from one part to the next in a rank's message, which has ``parts``.
+        stride: bytes from one part to the next in a rank's message of ``parts`` parts.
         gathered_numel: bytes of the sums of all ranks.
     """
 
@@ -158,8 +158,8 @@ class Sections(NamedTuple):
 class Residuals:
     """Quantization errors so far, to be added to later gradients (error feedback).
 
-    They have the unit in which gradients are sent, so they are scaled. Residuals belong to the
-    bucket, whose buffers may be replaced.
+    They are in the unit of the sent gradients, which are scaled. Residuals belong to the bucket, so
+    they survive a replacement of its buffers.
     """
 
     sent: Tensor | None  # (blocks, 256), fp32: of this rank's gradients; None: not kept
@@ -169,7 +169,7 @@ class Residuals:
     def zeros(
         cls, message: MessageLayout, rank: int, device: torch.device, sums_only: bool = False
     ) -> Residuals:
-        """Return initial residuals; with ``sums_only``, without those of gradients."""
+        """Return initial residuals; with ``sums_only``, only for the sums."""
         sent, reduced = (
             torch.zeros(count, BLOCK, dtype=torch.float32, device=device)
             for count in (0 if sums_only else message.blocks, message.owned_blocks(rank))
@@ -179,13 +179,13 @@ class Residuals:
 
 @dataclass
 class Quantization:
-    """The quantization of the gradients of one bucket, to which this object belongs.
+    """The quantization of the gradients of one bucket.
 
     Normally each rank quantizes its gradients. If several hosts have several ranks each, a rank
     quantizes the sum over its host of one *share* of the bucket.
     """
 
-    message: MessageLayout  # its slots are those of the bucket, or the fragments of the share
+    message: MessageLayout  # its slots are the slots of the bucket, or the fragments of the share
     rank: int  # index of this rank among the ranks that exchange messages
     residuals: Residuals | None  # None without error feedback
     unit: float | None = None  # unit of weights of the residuals, when known: see rescale()
@@ -219,13 +219,13 @@ class QuantizedBuffer(FlatBuffer):
     (``reduced``), and reads the trailers. An all-gather of ``reduced`` fills ``gathered``, from
     which ``dequantize`` writes the gradients.
 
-    Memory: on a GPU twice the message, about two bytes per element. On the CPU three times the
-    message; in a direct exchange, where ``message`` is this rank's row of ``received``, twice. In
-    addition ``data``, in which the mean is computed.
+    Memory: on a GPU twice the message, in int8 about two bytes per element. On the CPU three times
+    the message, or twice in a direct exchange, where ``message`` is this rank's row of
+    ``received``. In addition on the CPU ``data``, in which the mean is computed.
 
-    The quantization belongs to the bucket; its rank and residuals are attributes, too. If the
-    buffer is a share, no flags tell which residuals to send: residuals of a block whose values are
-    all zero are not sent. The offsets of the layout are recomputed.
+    The quantization belongs to the bucket; its rank and residuals are also attributes here. A share
+    has no flags that tell which residuals to send, so the residuals of a block whose values are all
+    zero are not sent. The offsets of the layout are recomputed.
 
     Attributes:
         message: uint8: the message of this rank.

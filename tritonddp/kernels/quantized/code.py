@@ -1,4 +1,4 @@
-"""The codes of block numbers in bytes. A new wire format needs only a new code.
+"""Codes that store the numbers of a block as bytes. A new wire format needs only a new code.
 
 A *block* is 256 consecutive elements of one gradient: a scale, fp32, and 256 integers from
 ``-limit`` to ``limit``, encoded in ``nbytes`` bytes. The value of an element is its number times

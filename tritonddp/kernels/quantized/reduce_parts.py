@@ -1,7 +1,7 @@
 """Sum the part that this rank owns over all ranks, and quantize the sums, in one launch.
 
-Residuals (earlier quantization errors of the sums) are added. In torch that would take three passes
-over memory per rank, and ten more. The twin in plain torch is in ``reference.py``.
+Residuals (earlier quantization errors of the sums) are added. In plain torch this would take three
+passes over memory per rank, plus ten passes. The twin in plain torch is in ``reference.py``.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """The quantizing kernels in plain torch: used on the CPU, and in tests as the reference for Triton.
 
-Names, signatures and bits are those of the Triton kernels in this folder. A block of values v
+Names, signatures and resulting bits match the Triton kernels in this folder. A block of values v
 becomes
 
     scale = max|v| / limit          the last 8 of the 24 bits of its significand are cut off
     number = round(v / scale)       to nearest even
 
 in fp32; ``code.py`` defines the limit. No number has more than 8 significant bits, so ``number *
-scale`` is exact, and a device gets the same sum with a fused multiply-add as with two operations.
-It does not overflow either. If the scale would be subnormal, it is 0, and the block is all zeros,
-since its numbers could not be distinguished. A block that contains NaN or Inf has the scale NaN,
-and numbers that are 0.
+scale`` is exact, and a fused multiply-add gives the same sum as two operations. The product does
+not overflow. If the scale would be subnormal, it is 0 and the block is all zeros, because its
+numbers could not be distinguished. A block that contains NaN or Inf has the scale NaN and numbers
+that are 0.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def _gather(
 ) -> bool:
     """Write ``scale`` times these pieces of the gradients into ``targets``, views of ``line``.
 
-    Add their ``residuals`` if that needs no further pass over memory; return whether they were
+    Add their ``residuals`` if that needs no further pass over memory. Return True if they were
     added.
     """
     present, there, absent = [], [], []
@@ -297,7 +297,9 @@ def _gather(
 
 
 def _divisor(scale: float) -> Tensor | None:
-    """Return the inverse of a power of two, else ``None``: dividing by it rounds like multiplying.
+    """Return the inverse of ``scale`` if it is a power of two, else ``None``.
+
+    Dividing by it then rounds like multiplying by ``scale``.
 
     Torch can divide and add in one pass, with two roundings on every machine. Its function that
     multiplies and adds rounds only once on some machines.
@@ -370,9 +372,9 @@ _thread = threading.local()
 
 
 def _scratch(blocks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scratch memory for ``blocks`` blocks, twice, and a 1-D view of the first.
+    """Return two scratch tensors for ``blocks`` blocks, and a 1-D view of the first.
 
-    It belongs to the thread, and is valid until the next call.
+    The memory belongs to the thread, and is valid until the next call.
     """
     try:
         memory = _thread.memory
