@@ -143,7 +143,10 @@ class FailureReport:
         return f"rank {self.group.rank()}, {self.place} failed: {_first_line(self.error)}"
 
     def asked(self) -> FailureReport:
-        """Exchange posts, in a thread that is abandoned if the store does not answer."""
+        """Exchange posts, and return the report.
+
+        The exchange runs in a thread that is abandoned if the store does not answer.
+        """
         self.threads = others_in_collectives()  # before their collectives fail too
         # Log before asking the store: torchrun ends all processes soon after one has failed.
         logger.error("%s", self.title)

@@ -79,7 +79,7 @@ class JoinProtocol:
         self.is_due = False
 
     def reduces_backward(self, is_enabled: bool, where: str) -> bool:
-        """Return whether a backward that begins now is the one that a forward announced."""
+        """Return True if the backward that begins now is the one that a forward announced."""
         if not self.is_due and is_enabled:
             raise RuntimeError(
                 f"{where}: backward inside join() that no forward announced. Ranks without inputs "
@@ -131,7 +131,7 @@ class JoinProtocol:
             ddp.require_forward_param_sync = self.syncs_buffers
 
     def receive(self) -> bool:
-        """Announce that this rank has no inputs. Return whether the others reduce a backward."""
+        """Announce that this rank has no inputs. Return True if the others reduce a backward."""
         self.mean_over_present = not self._ddp._divide_by_initial_world_size
         reduces = self._agree(0)
         if self._differs:

@@ -1,4 +1,4 @@
-"""The only interface by which features extend a backward."""
+"""The interface by which features take part in a reduction."""
 
 from __future__ import annotations
 
