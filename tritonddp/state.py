@@ -88,13 +88,13 @@ class DDPState:
     state_broadcast: StateBroadcast = field(init=False)  # sends parameters and buffers
     parameters: ModuleParameters = field(init=False)  # parameters and buffers of the module
     counters: Counters = field(init=False)  # count what was sent
-    buffer_sync: BufferSync = field(init=False)  # synchronizes buffers before forwards
+    buffer_sync: BufferSync = field(init=False)  # synchronizes the buffers of the module
     core: AutogradDriver = field(init=False)  # reduces gradients
     metrics: Metrics | None = field(init=False)  # times the parts of a step, with metrics=True
     scalars: Scalars = field(init=False)  # summed with the gradients, if the user named any
     traced: Traced = field(init=False)  # forwards that torch.compile has traced into one graph
     logger: Logger = field(init=False)  # configuration and statistics
-    stop: StopRequest = field(init=False)  # a request of any rank to stop
+    stop: StopRequest = field(init=False)  # whether a rank has requested a stop
     window: AccumulationWindow | None = field(init=False, default=None)
 
     @classmethod
@@ -235,7 +235,7 @@ class DDPState:
 
     def should_stop(self) -> bool:
         """See :meth:`DistributedDataParallel.should_stop`."""
-        # A backward that failed on this rank may have completed on the other ranks.
+        # A backward that failed on this rank may have ended on the other ranks, which then stop.
         self.group.recover()
         return self.stop.should_stop(self.counters.reductions)
 

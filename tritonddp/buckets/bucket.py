@@ -271,8 +271,8 @@ class Bucket:
     def note_not_finite(self, which: Tensor | None = None) -> None:
         """Tell all ranks that packed gradients are not finite.
 
-        The used flag of such a gradient becomes NaN, and so does this rank's byte after the
-        headers. ``which`` selects the gradients, bool ``(n,)``; by default all.
+        The used flag of such a gradient becomes NaN, and this rank's byte after the headers becomes
+        1. ``which`` selects the gradients, bool ``(n,)``; by default all.
         """
         assert self.checked is not None
         if which is None:

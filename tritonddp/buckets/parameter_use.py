@@ -23,8 +23,8 @@ class ParameterUse:
     - it is *expected*: when the backward begins, the engine announces that it will reach it;
     - a *local* backward (``no_sync``, for example) has used it since the last reduction;
     - or its gradient becomes *ready* without an announcement. Such gradients come from inner
-    backwards, which reentrant checkpoints run: the engine announces only the nodes of the outer
-    backward.
+      backwards, which reentrant checkpoints run: the engine announces only the nodes of the outer
+      backward.
 
     A parameter that is not expected is *missing*. When that happens for the first time, it is
     *suspected*: the end of that backward shows whether its gradient became ready nevertheless. Once

@@ -17,7 +17,7 @@ WRAPPER = "_tritonddp"
 
 
 def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """Call ``begin_forward``, then the module, with a hook on each parameter in its backward.
+    """Call ``begin_forward``, then the module. Add a hook on each parameter to the backward.
 
     Dynamo traces this slowly, so :func:`_complete` does everything that need not be traced.
 

@@ -100,7 +100,7 @@ class JoinProtocol:
     # Steps of a forward
 
     def announce(self) -> None:
-        """Tell the ranks without inputs which collectives this forward will run.
+        """Announce to all ranks which collectives this forward will run.
 
         Raises:
             RuntimeError: a rank is missing, or the ranks are about to run different collectives.
@@ -279,9 +279,9 @@ class ShadowHook(JoinHook):
     """Runs in torch's ``Join`` on a rank that has no inputs left.
 
     Between two iterations, ``.grad`` holds the reduced gradients of the other ranks, or ``None``
-    if no rank has a gradient: an optimizer that joins too (``ZeroRedundancyOptimizer``) steps with
-    them. At the end, the local gradients are restored. Otherwise, the next loop would add local
-    gradients to gradients of other ranks.
+    if no rank has a gradient. An optimizer that joins too (torch's ``ZeroRedundancyOptimizer``)
+    steps with them. At the end, the local gradients are restored. Otherwise, the next loop would
+    add local gradients to gradients of other ranks.
     """
 
     def __init__(self, ddp: Wrapper, divide_by_initial_world_size: bool) -> None:

@@ -66,7 +66,7 @@ class AutogradDriver:
             ``reducer``.
         use: records which parameters are used.
         tracker: tracks which segments are ready.
-        backward: the backward that is running, has failed, or waits for ``finalize_backward()``.
+        backward: the backward that is running, waits for its buckets, or has failed.
         post_backward: futures to wait for at the end of a backward, or before a forward.
         is_detached: hooks were removed; later backwards are not noticed.
         launching: lock that is held while a segment is packed, because hooks of a multi-device
@@ -273,7 +273,7 @@ class AutogradDriver:
         """Call :meth:`_catch_up`, then query the expected parameters: buckets may have changed."""
         former = self.backward
         if former is not None:
-            former.finish_waiting()  # a callback of the user, at its end, runs another backward
+            former.finish_waiting()  # if a user's callback at its end runs this backward
             if self.backward is former and former.phase is WAITING and not former.is_unfinalized:
                 raise RuntimeError(
                     f"{former.where}: a communication hook, a signal handler or another thread "

@@ -78,7 +78,7 @@ class OwnedMeans(Extension):
             )
 
     def on_request(self, reduction: Reduction) -> None:
-        """Leave the means unchanged at a repeated request, as without owners."""
+        """Set the means aside, so that a repeated request leaves them unchanged."""
         self._refuse_set(reduction.where)
         self._earlier.on_request(reduction)
         self._earlier.set_aside(self._earlier.means())

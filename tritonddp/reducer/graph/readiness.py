@@ -115,10 +115,10 @@ class ReadyTracker:
 
     In a steady step no Python runs for a gradient: see :class:`GradientLog`. In each segment, the
     parameter whose gradient is expected last has also an *end hook* in Python, on its node.
-    The engine runs it after all hooks of the user on the parameter. It compares the log with the
-    log of the last backward, in C. If they differ, it looks for missing gradients of the segment.
-    If there are any, one missing parameter gets an end hook, and the segment waits for it. If the
-    order changes in each step, end hooks are therefore added until each parameter has one.
+    The engine runs it after all hooks of the user on the parameter. The end hook compares the log
+    with the log of the last backward, in C. If they differ, it looks for missing gradients of the
+    segment. If there are any, one of their parameters gets an end hook, and the segment waits for
+    it. If the order changes in each step, end hooks are added until each parameter has one.
 
     Args:
         bucket_set: buckets of the parameters; the parameters of a segment are adjacent. Ready
