@@ -120,11 +120,11 @@ class BucketCaps:
     def registered(self) -> BucketCaps:
         """Return the limits of stock DDP's buckets with ``find_unused_parameters=True``.
 
-        Such buckets stay in registration order.
-        Limits count from the first parameter in registration order, whose bucket is launched last.
-        A bucket that waits for gradients in registration order waits for the same layers on all
-        ranks, whichever layers a rank uses. So its position among the collectives that layers of
-        the module run in the backward is fixed, as in stock DDP.
+        Such buckets stay in registration order. Limits count from the first parameter in that
+        order, whose bucket is launched last. A bucket that waits for gradients in registration
+        order waits for the same layers on all ranks, whichever layers a rank uses. So its position
+        among the collectives that layers of the module run in the backward is fixed, as in stock
+        DDP.
         """
         limits = tuple(size * MIB for size in _SIZES) if self.tapers else self.limits
         return replace(self, limits=limits, tapers=False, is_registered=True)

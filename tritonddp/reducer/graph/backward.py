@@ -83,8 +83,8 @@ class Forwards:
         counts_any_call: the module is replicated in place: see :meth:`count_any_call`.
         seq: number of the last forward with gradients; 0 before the first.
         was_local: the last forward ran inside ``no_sync``, and has had no backward yet.
-        by_call: the last reduced backward had reached no output when it began, and no forward
-            had armed it; only :meth:`count_any_call` made it a reduced one.
+        by_call: the last backward had reached no output when it began, and no forward had armed
+            it. If it is reduced, only :meth:`count_any_call` made it so.
         was_armed: how many forwards had armed the last reduced backward.
         ended_inside: ID of the :func:`~tritonddp.reducer.graph.participation.outer_call` of the
             backward inside which the reduction of the last forward ended; 0 if there is none.
