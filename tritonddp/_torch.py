@@ -94,9 +94,8 @@ is_profiling: Callable[[], bool] = partial(
 def agree_on_overflow(combine: Callable[[Any, Any, Any], Any]) -> None:
     """Let ``combine`` decide whether GradScaler has found a gradient that is not finite.
 
-    ``combine(optimizer, found, default)`` returns a replacement for ``found``: a dictionary with a
-    tensor for each device, nonzero if a gradient there is not finite. It is empty if the optimizer
-    has no gradient. ``default`` is such a tensor that holds zero. Patched once per process.
+    ``combine(optimizer, found, default)`` replaces ``found``: by device, a tensor that is nonzero
+    if a gradient is not finite; empty without gradients. ``default`` is zero. Patched only once.
     """
     scaler: Any = torch.amp.GradScaler
     unscale = scaler._unscale_grads_
@@ -199,10 +198,9 @@ def registered_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return a C function that returns True if its arguments are tensors like these.
+    """Return a C function (a guard of dynamo) that returns True if its arguments match these.
 
-    It is a guard of dynamo, and compares dtype, device, sizes and strides. Three loops over
-    attributes take 3 times as long.
+    It compares dtype, device, sizes and strides. Three loops over attributes take 3 times as long.
     """
     guard = torch._C._dynamo.guards.TensorGuards
     nothing: Any = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
@@ -376,8 +374,7 @@ backward_hooks_of = attrgetter("_backward_hooks")
 def hooks_after_accumulation(param: Tensor) -> list[Any]:
     """Return the users' hooks that run when ``.grad`` of a parameter has been accumulated.
 
-    Hooks that do not change gradients are excluded: those of this package, and methods of lists,
-    which its tracker registers.
+    Hooks of this package, and methods of lists, which its tracker uses, change no gradients.
     """
     return [
         hook

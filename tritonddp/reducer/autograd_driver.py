@@ -126,9 +126,8 @@ class AutogradDriver:
         """Complete outstanding work, and look for changed parameters.
 
         Without gradients, only wait for :attr:`post_backward`. With gradients, the module may run
-        collectives (SyncBatchNorm), and its backward will. For errors see the wrapper's
-        ``forward()``. On a GPU, a mismatch between ranks is found in the backward, see
-        :class:`Agreement`.
+        collectives (SyncBatchNorm), and its backward will. For errors see ``forward()`` of the
+        wrapper. On a GPU, a mismatch is found in the backward, see :class:`Agreement`.
         """
         if (self.post_backward or self.deferred or self.group.outstanding) and not self._catch_up():
             return
@@ -288,8 +287,7 @@ class AutogradDriver:
     def _on_further_output(self, backward: Backward, forward: Forward) -> None:
         """Handle an output of ``forward`` that the backward reaches after it has begun.
 
-        The output may also be reached by an inner backward, which a user's hook or a reentrant
-        checkpoint runs.
+        An inner backward, run by a user's hook or a reentrant checkpoint, may reach it too.
         """
         if current_graph_task_id() != backward.graph_task and not accumulates():
             return  # torch.autograd.grad
@@ -380,11 +378,8 @@ class AutogradDriver:
     def _wait_for_inner(self, is_first: bool) -> bool:
         """Make segments wait for gradients of inner backwards, which the engine does not announce.
 
-        Args:
-            is_first: a gradient was ready before an output hook could report this backward.
-
-        Returns:
-            Whether this backward is itself an inner one: the engine then knows only its nodes.
+        With ``is_first``, a gradient was ready before an output hook could report this backward.
+        Return True if it is itself an inner backward: then the engine knows only its nodes.
         """
         use = self.use
         if is_first and outer_call(self.manager.current.is_on_gpu):
@@ -537,8 +532,7 @@ class AutogradDriver:
     def _outlives_inner(self, backward: Backward) -> bool:
         """Return True if the reduced backward continues after this inner backward has ended.
 
-        False if a function or hook of the user has run a whole backward: it may then call
-        ``optimizer.step()``.
+        False if a user's function or hook has run a whole backward: an optimizer may step next.
         """
         is_whole = self.forwards.was_armed == 1 and self.use.has_all()
         if not is_whole and backward.outlives_inner(partial(self._compute_ended), self._broke_off):
