@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
-    """Check options that are True or False, by name. ``None`` means off, or the default.
+    """Check the values of boolean options, by name. ``None`` means off, or the default.
 
     Raises:
-        TypeError: a value has another type: for example, the string ``"False"`` would be true.
+        TypeError: a value has another type, for example the string ``"False"``, which is true.
     """
     for name, flag in flags.items():
         is_numpys = type(flag).__name__ in ("bool", "bool_")

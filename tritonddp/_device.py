@@ -1,7 +1,7 @@
-"""Streams, events and pinned copies: all uses of ``torch.cuda``, in one file.
+"""Streams, events and pinned copies on CUDA devices.
 
-"Work" of a stream is what was submitted to it: kernels, copies and waits that the device runs
-later.
+The *work* of a stream is everything submitted to it: kernels, copies and waits, which the device
+runs later.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def _stream(raw: tuple[int, int, int]) -> Any:
 
 
 class Readback:
-    """Copies a small tensor from a GPU to the host, which waits for it later or not at all.
+    """Copies a small tensor from a GPU to the host asynchronously.
 
-    Pinned memory and events are expensive to make, so they are reused.
+    Pinned memory and events are expensive to create, so they are reused.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Readback:
         self._source: Callable[[], Tensor | None] = NoneType  # last source; weak reference
 
     def start(self, tensor: Tensor) -> None:
-        """Start to copy ``tensor``, which holds no NaN, after the work of the current stream."""
+        """Start to copy ``tensor``, which must not hold NaN, on the current stream."""
         if self._source() is not tensor:
             self._prepare(tensor)
         memset(self.memory[0], 0xFF, self.memory[1])  # NaN, in any dtype: see peek()
@@ -83,7 +83,7 @@ class Readback:
         return self._copy
 
     def peek(self) -> Tensor | None:
-        """Return the copy if it is complete, else ``None``. Queries no event: works in captures."""
+        """Return the copy if it is complete, else ``None``. Works in a capture: no event query."""
         return None if self._copy.isnan().any() else self._copy
 
 
@@ -109,13 +109,13 @@ def read_together(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def upload(target: Tensor, host: Tensor) -> Tensor:
     """Copy ``host``, which is on the CPU, into ``target``, without waiting.
 
-    Return the source of the copy: in a capture it must stay alive and unchanged as long as the
-    graph.
+    The source of the copy is a new pinned tensor each time: the copy is asynchronous, and the next
+    content must not be written into memory that the copy still reads. The caching host allocator
+    reuses a block only after the copy that used it. The device side is safe: kernels that read the
+    former content precede this copy on the same stream.
 
-    The source is a new pinned tensor each time: the copy is asynchronous, and the next content must
-    not be written into memory that the copy still reads. The caching host allocator reuses a block
-    only after the copy that used it. The device side is safe: kernels that read the former content
-    precede this copy on the same stream.
+    Returns:
+        The source. In a capture, it must stay alive and unchanged as long as the graph.
     """
     if target.device.type == "cpu":
         target.copy_(host)
@@ -134,11 +134,10 @@ def uploaded(host: Tensor, device: torch.device) -> Tensor:
 
 
 def record_use(*memory: Tensor) -> None:
-    """Call this before dropping ``memory`` that the current stream still uses.
+    """Delay the reuse of ``memory``, which is about to be dropped, until this stream has used it.
 
-    Freed memory returns to the stream on which it was allocated, which may be another one: modules
-    are wrapped on one stream and trained on another. This function delays its reuse until the work
-    of the current stream is done.
+    Freed memory returns to the stream on which it was allocated. That may not be the current
+    stream, since modules are often wrapped on one stream and trained on another.
     """
     for tensor in memory:
         if tensor.is_cuda:
@@ -170,9 +169,9 @@ class SideStreams:
 
     @contextmanager
     def behind_current(self, device: torch.device, *memory: Tensor) -> Iterator[None]:
-        """Context in which the side stream of ``device`` is current, after the current stream.
+        """Context in which the side stream of ``device`` is current. It waits for current work.
 
-        Tensors of ``memory`` are used inside, and may be dropped before the stream is done.
+        The tensors in ``memory`` are used inside, and may be dropped before the stream is done.
         """
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
@@ -185,13 +184,13 @@ class SideStreams:
 
 
 def settle(device: torch.device) -> None:
-    """Wait until ``device`` has done all its work."""
+    """Wait until ``device`` has finished all submitted work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Stamp:
-    """The current time of the host and, on a GPU, when its current stream reaches this point."""
+    """A point in time: on the host, and on a GPU also on its current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.host = time.perf_counter_ns()

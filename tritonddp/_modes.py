@@ -14,7 +14,7 @@ from tritonddp import _torch
 
 @contextmanager
 def outside_modes(given: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Context in which tensors that are kept can be created. Not entered in each step.
+    """Context in which to create tensors that outlive a step. Not entered in each step.
 
     The first forward may be a validation under ``inference_mode``, whose tensors cannot be written
     to afterwards. It may also run under ``FakeTensorMode``, a mode of the user, ``torch.device`` or
@@ -22,8 +22,8 @@ def outside_modes(given: Iterable[Tensor] = ()) -> Iterator[None]:
     these.
 
     Args:
-        given: tensors with which the new tensors must be compatible. Subclasses need their
-            modes, which are then kept.
+        given: tensors with which the new tensors must be compatible. If one is a tensor
+            subclass, modes and transforms stay active, since it may need them.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))

@@ -94,8 +94,8 @@ is_profiling: Callable[[], bool] = partial(
 def agree_on_overflow(combine: Callable[[Any, Any, Any], Any]) -> None:
     """Let ``combine`` decide whether GradScaler has found a gradient that is not finite.
 
-    ``combine(optimizer, found, default)`` gets by device a tensor that is nonzero if so, or nothing
-    if the optimizer has no gradient; ``default`` is such a tensor of zero. Patched once a process.
+    ``combine(optimizer, found, default)`` replaces ``found``: by device, a tensor that is nonzero
+    if a gradient is not finite; empty without gradients. ``default`` is zero. Patched only once.
     """
     scaler: Any = torch.amp.GradScaler
     unscale = scaler._unscale_grads_
@@ -153,7 +153,7 @@ def combine_total_norms(combine: Callable[[Sequence[Tensor], float, Any], Tensor
     clip_grad._get_total_norm = torch.nn.utils.get_total_norm = total_norm
 
 
-# Hooks of an optimizer, by number. Optimizer runs them in methods that also do everything else.
+# Hooks of an optimizer, by ID. torch runs them in the methods that this package overrides.
 state_dict_pre_hooks = attrgetter("_optimizer_state_dict_pre_hooks")
 state_dict_post_hooks = attrgetter("_optimizer_state_dict_post_hooks")
 load_state_dict_pre_hooks = attrgetter("_optimizer_load_state_dict_pre_hooks")
@@ -165,7 +165,7 @@ FUTURE: type = torch._C.Future
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the backend of ``group`` for ``device``: ``"gloo"``, ``"nccl"``.
+    """Return the name of the backend of ``group`` for ``device``, for example ``"gloo"``.
 
     The public ``get_backend`` returns one name even if a group has several backends, and works only
     for registered groups. A group written in Python has no backends, but has a name.
@@ -198,7 +198,7 @@ def registered_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return a C function, as dynamo makes it, that tells whether its tensors are like these.
+    """Return a C function (a guard of dynamo) that returns True if its arguments match these.
 
     It compares dtype, device, sizes and strides. Three loops over attributes take 3 times as long.
     """
@@ -296,7 +296,7 @@ def hooks_of_one_collective() -> tuple[Callable[..., Any], ...]:
 
 
 def steps_optimizers(hook: Any) -> bool:
-    """Return True if ``hook`` is stock DDP's hook that steps optimizers, by its name."""
+    """Return True if ``hook`` has the name of stock DDP's hook that steps optimizers."""
     return getattr(hook, "__name__", "") == "apply_optim_in_backward_hook"
 
 
@@ -372,9 +372,9 @@ backward_hooks_of = attrgetter("_backward_hooks")
 
 
 def hooks_after_accumulation(param: Tensor) -> list[Any]:
-    """Return hooks of users that run when ``.grad`` of a parameter has been accumulated.
+    """Return the users' hooks that run when ``.grad`` of a parameter has been accumulated.
 
-    Hooks of this package, and list methods as its tracker uses, do not change gradients.
+    Hooks of this package, and methods of lists, which its tracker uses, change no gradients.
     """
     return [
         hook
@@ -411,9 +411,9 @@ swaps = [0]
 def count_swaps() -> None:
     """Count calls of ``torch.utils.swap_tensors``, also by ``module.to()`` and ``load_state_dict``.
 
-    Checking the tensor of each parameter in each forward took 0.3 us. torch leaves hooks in C++
-    with the former tensor. The hooks of this package follow the parameter, so that a backward that
-    no forward announces is noticed, too.
+    The count replaces a check of each parameter's tensor in each forward, which took 0.3 us. torch
+    leaves hooks in C++ with the former tensor. This function makes the hooks of this package follow
+    the parameter, so that even a backward that no forward precedes is noticed.
     """
     extension: Any = torch._C
     swap = extension._swap_tensor_impl
@@ -446,7 +446,7 @@ def register_post_accumulate_grad_hook(tensor: Tensor, hook: Callable[[Tensor], 
 
 
 def preserve_version_counters(tensors: Sequence[Tensor]) -> Any:
-    """Context: in-place writes, as to buffers, do not invalidate graphs that saved ``tensors``."""
+    """Context in which writes to ``tensors`` do not invalidate graphs that have saved them."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
@@ -500,7 +500,7 @@ def traced_as(traced: Callable[..., Any]) -> Callable[[Any], Any]:
 def comptime() -> Callable[[Callable[[Any], None]], None]:
     """Return a function that calls its argument while dynamo traces the call.
 
-    The argument gets a context; its ``graph()`` is the graph as far as it is traced.
+    The argument gets a context, whose ``graph()`` is the graph traced so far.
     """
     function: Any = importlib.import_module("torch._dynamo.comptime").comptime
     return function
@@ -566,8 +566,8 @@ def distributed_context() -> int | None:
 def put_into_context(context: int, param: Tensor, gradient: Tensor) -> None:
     """Set the gradient of ``param`` in this context of ``torch.distributed.autograd``.
 
-    Python gets a copy of the context's dictionary, TorchScript the dictionary itself.
-    ``torch.jit.script`` would warn that it is deprecated.
+    This runs TorchScript, because Python gets only a copy of the context's dictionary. The script
+    is parsed as IR, because ``torch.jit.script`` would warn that it is deprecated.
     """
     _put()(context, param, gradient)
 
@@ -584,8 +584,8 @@ def _put() -> Any:
     return torch._C._create_function_from_graph("put_into_context", graph)
 
 
-# If this attribute of this module (if imported) is true, the backward is compiled too, without
-# AccumulateGrad nodes and calls at its end. Read without a call in each backward.
+# A module of torch, and its attribute that is true if the backward is compiled too. Then it has no
+# AccumulateGrad nodes, and calls nothing at its end. Each backward reads it, without a call.
 COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 IN_COMPILED_AUTOGRAD = "in_compiled_autograd_region"
 
@@ -603,7 +603,7 @@ throws_on_early_termination = attrgetter("_join_config.throw_on_early_terminatio
 
 
 class CountingJoin(Join):
-    """torch's ``Join``, which counts the ranks that have inputs inside :attr:`counting`.
+    """torch's ``Join``, which runs the count of ranks with inputs in the context :attr:`counting`.
 
     So an error in that collective names the missing ranks, in addition to the backend's message.
     """
@@ -697,8 +697,8 @@ def triton_compiled(kernel: Any, *arguments: Any, **options: Any) -> Any:
 def triton_launch(compiled: Any, shape: tuple[int, int, int]) -> Callable[..., None]:
     """Return ``compiled[shape]`` of a Triton kernel, which launches it on the current device.
 
-    For profiler hooks Triton makes a record and two calls per launch, even without a hook, which is
-    half of the Python time of a launch. This function skips them, like torch's inductor.
+    Triton makes a record and two calls for profiler hooks in each launch, even if there is no hook.
+    They take half of the Python time of a launch. This function skips them, like torch's inductor.
     """
     with_hooks = compiled[shape]  # loads the kernel
     try:
@@ -714,7 +714,7 @@ def triton_launch(compiled: Any, shape: tuple[int, int, int]) -> Callable[..., N
     def launch(*arguments: Any) -> None:
         try:
             is_hooked = hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls
-        except AttributeError:  # Triton 3.4 has no chains: a function or None; libraries set one
+        except AttributeError:  # in Triton 3.4, a hook is a function or None
             is_hooked = hooks.launch_enter_hook or hooks.launch_exit_hook
         if is_hooked:
             with_hooks(*arguments)
@@ -726,12 +726,12 @@ def triton_launch(compiled: Any, shape: tuple[int, int, int]) -> Callable[..., N
 
 
 def sample_times(wrapper: Any, rate: int) -> None:
-    """Let a wrapper, torch's or ours, record the times of one step in ``rate``."""
+    """Let a wrapper, torch's or ours, record the times of one of ``rate`` steps."""
     wrapper._set_ddp_runtime_logging_sample_rate(rate)
 
 
 def logged_times(wrapper: Any) -> dict[str, int] | None:
-    """Return nanoseconds of the last step whose parts a wrapper recorded; None if there is none.
+    """Return the times of the last recorded step of a wrapper, in ns; ``None`` if there is none.
 
     ``began``, the start time of its backward, identifies the step.
     """

@@ -101,7 +101,7 @@ class DDPConfig:
             given.delay_all_reduce_named_params, given.param_to_hook_all_reduce, params
         )
         device_type = params[0][1].device.type
-        # The first bucket is always sent. To skip other buckets, put unused parameters last.
+        # To skip buckets, unused parameters must be in the last ones: the first is always sent.
         keeps_order = not (given.static_graph or given.skip_all_reduce_unused_params)
         caps = BucketCaps.of(
             given.bucket_cap_mb,
@@ -333,7 +333,7 @@ def _device_index(device: int | str | torch.device) -> int:
 
 
 def suggesting(constructor: _Constructor) -> _Constructor:
-    """Suggest the correct spelling of an unknown option."""
+    """Decorator: for an unknown option, raise a TypeError that suggests the correct spelling."""
     known = inspect.signature(constructor).parameters
 
     @wraps(constructor)

@@ -61,8 +61,8 @@ _READ = (
 class _Behind:
     """Holds the hidden wrapper of a module. A copy or a pickle of it is ``None``.
 
-    Classes that copy themselves often copy their ``__dict__``, for example parametrized modules.
-    Their copies are plain modules too.
+    So copies are plain modules even if a class copies its own ``__dict__``, as parametrized modules
+    do.
     """
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
@@ -73,14 +73,14 @@ class _Behind:
 
 
 class ReplicatedModule:
-    """What :func:`replicate` adds to a module, in addition to the methods of its wrapper."""
+    """Base class of replicated modules. It also gets methods and attributes of the wrapper."""
 
     @traced_as(replicated_in_one_graph)
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, and all that the wrapper does before and after its forward."""
         behind = self.__dict__.get(WRAPPER)
         wrapper: Any = None if behind is None else behind.wrapper
-        # A slice has no wrapper; a copy of the dictionary has the wrapper of another module.
+        # A slice of a module has no wrapper. A copied __dict__ has the wrapper of another module.
         is_own = wrapper is not None and wrapper._modules["module"] is self
         state = wrapper._ddp_state if is_own else None
         if state is None or state.call is None or get_ident() in state.running:  # recursive call
@@ -140,7 +140,7 @@ def _attribute_of_wrapper(name: str) -> property:
 
 
 class _ReadOfWrapper:
-    """A non-data descriptor, so that the module may set its own attribute.
+    """Reads an attribute of the wrapper. A non-data descriptor, so the module may set its own.
 
     A ``__getattr__`` would forward every missing name, and run for each access to a submodule.
     """
@@ -150,9 +150,9 @@ class _ReadOfWrapper:
 
     def __get__(self, module: Any, _: type) -> Any:
         try:
-            return type(module).__getattr__(module, self._name)  # a part, or the class's lookup
+            return type(module).__getattr__(module, self._name)  # the module's own, if any
         except AttributeError:
-            return getattr(_wrapper_of(module), self._name)  # for a copy: the module's error
+            return getattr(_wrapper_of(module), self._name)  # fails for a copy
 
 
 for _name in _METHODS:

@@ -72,7 +72,7 @@ class DDPState:
 
     wrapped: ClassVar[int] = 0  # number of modules wrapped in this process
     live: ClassVar[WeakSet[DDPState]] = WeakSet()  # states of all wrappers with a reducer
-    stop_requests: ClassVar[set[object]] = set()  # per process: future wrappers stop too
+    stop_requests: ClassVar[set[object]] = set()  # handlers that stop all wrappers
 
     config: DDPConfig  # the checked arguments
     device: torch.device  # of the first parameter
@@ -88,13 +88,13 @@ class DDPState:
     state_broadcast: StateBroadcast = field(init=False)  # sends parameters and buffers
     parameters: ModuleParameters = field(init=False)  # parameters and buffers of the module
     counters: Counters = field(init=False)  # count what was sent
-    buffer_sync: BufferSync = field(init=False)  # synchronizes buffers before forwards
+    buffer_sync: BufferSync = field(init=False)  # synchronizes the buffers of the module
     core: AutogradDriver = field(init=False)  # reduces gradients
     metrics: Metrics | None = field(init=False)  # times the parts of a step, with metrics=True
     scalars: Scalars = field(init=False)  # summed with the gradients, if the user named any
     traced: Traced = field(init=False)  # forwards that torch.compile has traced into one graph
     logger: Logger = field(init=False)  # configuration and statistics
-    stop: StopRequest = field(init=False)  # a request of any rank to stop
+    stop: StopRequest = field(init=False)  # whether a rank has requested a stop
     window: AccumulationWindow | None = field(init=False, default=None)
 
     @classmethod
@@ -141,7 +141,7 @@ class DDPState:
 
     def _count_any_call(self, wrapper: nn.Module) -> None:
         self.group.join_forks(self)
-        step_in_backward(self.core)  # possibly no forward of the module does it
+        step_in_backward(self.core)  # here too, since the module may run without its forward
         self.core.events.install(CallSites(self.sync))
         self.core.count_any_call(partial(_buffers_after_backward, weakref.ref(wrapper)))
 
@@ -224,7 +224,8 @@ class DDPState:
         self.logger = Logger(wrapper)
         core.events.install(self.logger)
         DDPState.live.add(self)
-        # Add to `live` first: a signal may arrive between the two lines. A new group agrees again.
+        # Add to `live` first: a signal may arrive between the two lines. A former request is made
+        # again, since the ranks of a new group have not agreed on it.
         if DDPState.stop_requests or (former and (former.default or former.is_stopped)):
             self.request_stop()
 
@@ -234,7 +235,7 @@ class DDPState:
 
     def should_stop(self) -> bool:
         """See :meth:`DistributedDataParallel.should_stop`."""
-        # A backward that failed on this rank may have completed on the other ranks.
+        # A backward that failed on this rank may have ended on the other ranks, which then stop.
         self.group.recover()
         return self.stop.should_stop(self.counters.reductions)
 
@@ -260,7 +261,7 @@ class DDPState:
 
     def _extensions(self, core: AutogradDriver) -> Iterator[Extension]:
         config, given, parameters = self.config, self.config.given, self.parameters
-        if given.metrics:  # first: its end of a reduction must precede errors
+        if given.metrics:  # first, so that it ends the step before another extension raises
             device = parameters.params[0][1].device
             self.metrics = Metrics(self.group, device, self.counters)
             yield self.metrics
@@ -383,7 +384,7 @@ class DDPState:
 
 
 def members(live: WeakSet[_T]) -> list[_T]:
-    """Return the live members. Safe in signal handlers and on any thread: it takes no lock."""
+    """Return the live members. Takes no lock: safe in signal handlers and on any thread."""
     while True:
         try:
             return list(live)

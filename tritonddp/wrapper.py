@@ -62,7 +62,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             gradients. Parameters may be fp32, fp16, bf16, fp64, complex64 or complex128, on the CPU
             or on CUDA devices.
         device_ids: ``None``, or one CUDA device, to which input tensors are moved.
-        output_device: accepted, like ``dim``. The module determines the device of its outputs.
+        output_device: accepted without effect, like ``dim``: the module decides where outputs are.
         broadcast_buffers: deprecated in torch 2.13 in favor of ``forward_sync_buffers``. ``False``
             also excludes buffers from the initial broadcast.
         init_sync: verify at construction that all ranks hold the same model, and broadcast
@@ -73,13 +73,15 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             then 25. The default on the CPU is 1 for the first bucket, then 25; with
             ``reduce_dtype`` or ``compression``, it is 1, 1, 2, 4, then 8.
         find_unused_parameters: ``None`` or ``True``: detect unused parameters automatically
-            (``True``: in stock's buckets). ``False``: an unused one raises at the next forward.
+            (``True`` also keeps the buckets of stock DDP). ``False``: after a backward with unused
+            parameters, the next forward raises an error that names them.
         gradient_as_bucket_view: make ``.grad`` views of the buckets, which saves a copy and memory.
-        static_graph: accepted. Everything that it enables in stock DDP works without it.
+        static_graph: accepted. Not needed: everything that it enables in stock DDP always works.
         delay_all_reduce_named_params: named parameters (with any names), whose gradients are sent
             after all others, in one bucket for each dtype and device.
-        param_to_hook_all_reduce: a parameter, required with ``delay_all_reduce_named_params``. Its
-            gradient delays nothing: a bucket is sent when it and all buckets before it are full.
+        param_to_hook_all_reduce: a parameter, required with ``delay_all_reduce_named_params``.
+            Unlike in stock DDP, no bucket waits for its gradient: a bucket is sent when it and all
+            earlier buckets are full.
         mixed_precision: a ``torch.nn.parallel.distributed._MixedPrecision``. The module runs with
             parameters and inputs in ``param_dtype``, gradients are sent in ``reduce_dtype``
             (default: ``param_dtype``), and buffers are cast to ``buffer_dtype`` permanently.
@@ -89,7 +91,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         skip_all_reduce_unused_params: do not send buckets (except the first) that a backward does
             not use. They must be the same on all ranks; otherwise every rank raises an error.
         bucket_cap_mb_list: sizes in MiB of the first, second, ... and all further buckets.
-        batched_grad_copy: accepted, like ``check_reduction``. Gradients are copied by bucket.
+        batched_grad_copy: accepted without effect, like ``check_reduction``: gradients are always
+            copied bucket by bucket.
         forward_sync_buffers: broadcast buffers from rank 0 before each forward that follows a
             synchronized forward. On by default.
         lazy_bucket_allocation: (torch 2.15) allocate bucket memory during backwards only.
@@ -106,9 +109,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         check_finite: ``"raise"`` or ``"warn"``: if a gradient on any rank is NaN, infinite, or out
             of range of the dtype in which it is sent, raise a ``FloatingPointError`` or issue a
             ``RuntimeWarning`` at the end of the backward. Every rank names the same parameters and
-            ranks. ``.grad`` holds the means by then, and training may continue. On a GPU, the host
-            waits for the device there. Optimizers in the backward have already stepped. A rank that
-            has run out of inputs inside :meth:`join` only warns.
+            ranks. ``.grad`` holds the means by then, and training may continue. On a GPU, this
+            makes the host wait for the device. Optimizers in the backward have already stepped. A
+            rank that has run out of inputs inside :meth:`join` only warns.
         transport: ``"auto"``: over gloo, the ranks of a host exchange gradients through shared
             memory if all hosts have the same number of ranks. ``"peer_memory"``: raise an error
             where that is not possible, for example on GPUs. ``"process_group"``, or
@@ -119,15 +122,15 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             :meth:`metrics`.
         gradient_divide_factor: divide the sum of the gradients by this number instead of the number
             of ranks, also inside :meth:`join`. Use ``1`` for losses whose parts add up over the
-            ranks (``docs/batches.md``). Reduced gradients that are in ``.grad`` before a backward
-            are added unchanged.
+            ranks (``docs/batches.md``). If ``.grad`` still holds the result of an earlier
+            reduction, that result is not reduced again: the new one is added to it.
         scalars: names of the numbers to log with :meth:`add_scalars`, for example
             ``("loss", "tokens")``.
 
     Attributes:
         module: the wrapped module.
         require_backward_grad_sync: whether the next backward is reduced; set by :meth:`no_sync`.
-        reducer: has the names of stock DDP's reducer, and ``counters`` of what was sent.
+        reducer: the interface of stock DDP's reducer, and ``counters`` of what was sent.
 
     Raises:
         NotImplementedError: a dtype or kind of parameter that is not supported.
@@ -227,7 +230,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run only the module. Subclasses may override this to call another method of it."""
-        state, outer = self._ddp_state, active_wrapper()  # dynamo splits graphs at buckets here
+        state, outer = self._ddp_state, active_wrapper()  # tells dynamo to split graphs at buckets
         set_active_wrapper(self if max(state.config.caps.limits) >= MIB else None)
         thread = get_ident()
         is_outermost = thread not in state.running
@@ -317,12 +320,13 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally in this context. The next backward after it reduces all.
+        """Accumulate gradients locally in this context; the next backward outside reduces them.
 
-        As in stock DDP, run the forward of every microbatch except the last in it, with or without
-        its backward. The first backward after a forward outside is reduced; earlier backwards are
-        not. Unlike in stock DDP, a backward that starts inside is local too, wherever its forward
-        ran. After ``reducer.prepare_for_backward([])``, the next backward is always reduced.
+        As in stock DDP, run the forward of every microbatch except the last inside this context,
+        with or without its backward. The first backward after a forward outside is reduced; earlier
+        backwards are not. Unlike in stock DDP, a backward that starts inside is also local if its
+        forward ran outside. After ``reducer.prepare_for_backward([])``, the next backward is always
+        reduced.
 
         Example::
 
@@ -355,8 +359,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Every rank must weight the backward that is reduced. If all weights are zero, the gradients
         are zero. If ranks accumulate different numbers of backwards, and forwards broadcast
-        buffers, run the forwards under :meth:`no_sync` too. In fp16, the weights must be within a
-        factor of 100 of the weights of the last reduction, and of 16 in the first reduction.
+        buffers, run the forwards under :meth:`no_sync` too. In fp16, weights must differ from the
+        weights of the last reduction (in the first reduction, from 16) by a factor of at most 100.
 
         Args:
             n: number of items, zero or more, not necessarily an integer; or a tensor with one
@@ -540,7 +544,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             values: for each name in the argument ``scalars``, a real number or one-element tensor.
 
         Raises:
-            RuntimeError: in ``backward()``, on a GPU in the next one: only some ranks called this.
+            RuntimeError: only some ranks called this. Raised in the next ``backward()``; on a GPU,
+                in the one after it.
             TypeError: a value is not a real number.
             ValueError: a name is missing or unknown.
 
@@ -556,7 +561,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         self._ddp_state.scalars.add(values)
 
     def reduced_scalars(self) -> dict[str, ReducedScalar]:
-        """Return the last sums and means over the ranks of what :meth:`add_scalars` was given.
+        """Return sums and means over the ranks of the last numbers given to :meth:`add_scalars`.
 
         Returns:
             By name, ``sum`` and ``mean``: fp64 tensors of shape ``()``, on the device of the module
@@ -573,10 +578,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Returns:
             ``rank`` and ``world_size`` of this run. Identical on all ranks: ``bucket_order``, the
-            parameter names, empty before the first reduced backward; ``keeps_order``, whether they
-            stay in registration order; ``weight_unit`` of the next weights. Local to this rank,
-            with ``compression``: ``sent`` and ``reduced``, the fp32 quantization errors by
-            parameter name.
+            parameter names in bucket order, empty before the first reduced backward;
+            ``keeps_order``, whether buckets stay in registration order; ``weight_unit``, by which
+            the next weights are divided. Local to this rank, with ``compression``: ``sent`` and
+            ``reduced``, the fp32 quantization errors by parameter name.
 
         Raises:
             RuntimeError: a backward waits for ``finalize_backward()``.
@@ -656,7 +661,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def require_manual_backward_finalization(self) -> bool:
         """Whether reduced backwards leave ``.grad`` to :meth:`finalize_backward`. Off by default.
 
-        Other work can run while gradients are sent.
+        If it is on, other work can run between the backward and the end of its reduction.
 
         Raises:
             RuntimeError: it is set while a backward waits for finalization.

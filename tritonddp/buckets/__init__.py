@@ -1,1 +1,1 @@
-"""WHERE: which parameters exist, which bucket holds each one, and at which position."""
+"""The parameters of a module, and the bucket and position of each."""

@@ -49,14 +49,14 @@ class BucketCaps:
 
         - The first one closes at 4 MiB, so that the exchange begins early.
         - A bucket closes at half of the remaining bytes, but not below 4 MiB: nothing hides the
-        last bucket, so buckets get smaller towards the end.
+          last bucket, so buckets get smaller towards the end.
 
         A gradient of 75 MiB or more has a bucket to itself. It may be an embedding that is shared
         with the head, whose gradient is ready last, no matter how early the others are. Each dtype
         and device is divided separately.
 
-        Larger buckets cost the host less, and expose more communication: where the exchange takes
-        as long as the backward, the time of the largest bucket. ``benchmarks/gpu/overlap.py``
+        Larger buckets cost the host less, but expose more communication: the time of the largest
+        bucket, if the exchange takes as long as the backward. ``benchmarks/gpu/overlap.py``
         contains the model that selected these sizes.
 
         In the first backward the order of gradients is a guess. If it is wrong, buckets are
@@ -118,12 +118,13 @@ class BucketCaps:
         return caps.registered() if finds_unused else caps
 
     def registered(self) -> BucketCaps:
-        """Return the buckets of stock DDP with ``find_unused_parameters=True``, never rebuilt.
+        """Return the limits of stock DDP's buckets with ``find_unused_parameters=True``.
 
-        Limits count from the first parameter in registration order, whose bucket is launched last.
-        A bucket that waits for gradients in registration order waits for the same layers on all
-        ranks, whichever layers a rank uses. So its position among the collectives that layers of
-        the module run in the backward is fixed, as in stock DDP.
+        Such buckets stay in registration order. Limits count from the first parameter in that
+        order, whose bucket is launched last. A bucket that waits for gradients in registration
+        order waits for the same layers on all ranks, whichever layers a rank uses. So its position
+        among the collectives that layers of the module run in the backward is fixed, as in stock
+        DDP.
         """
         limits = tuple(size * MIB for size in _SIZES) if self.tapers else self.limits
         return replace(self, limits=limits, tapers=False, is_registered=True)

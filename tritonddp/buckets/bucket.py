@@ -269,10 +269,10 @@ class Bucket:
         self.packed.write_trailer(self.sent_flags, header + self.places)
 
     def note_not_finite(self, which: Tensor | None = None) -> None:
-        """Tell all ranks that packed gradients are not finite: those in bool ``(n,)``, or all.
+        """Tell all ranks that packed gradients are not finite.
 
-        Such a gradient is marked by a used flag that is NaN, and each rank has a byte after the
-        headers.
+        The used flag of such a gradient becomes NaN, and this rank's byte after the headers becomes
+        1. ``which`` selects the gradients, bool ``(n,)``; by default all.
         """
         assert self.checked is not None
         if which is None:

@@ -87,7 +87,10 @@ class Transport(Protocol):
 
 
 class HostMemory(Protocol):
-    """Moves buckets into memory that the ranks of one host share."""
+    """Finds hosts with several ranks, and moves buckets into memory that such ranks share.
+
+    On GPUs, buckets do not move.
+    """
 
     @property
     def refusal(self) -> Any:

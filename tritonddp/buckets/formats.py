@@ -62,8 +62,8 @@ class Int8:
             one. This takes at most ``4 + 4 / world_size`` bytes per element; with H hosts of G
             ranks each, ``(4 + 4 / H) / G``. Without error feedback, errors accumulate. The errors
             belong in checkpoints: see :meth:`DistributedDataParallel.comm_state_dict`. With
-            ``"sums"`` only the error of the second rounding, that of the sums, is kept, which takes
-            the second term of these bytes. Two ranks, or two hosts, on CPUs have no second
+            ``"sums"``, only the error of the second rounding (of the sums) is kept, which takes
+            only the second term of these bytes. Two ranks, or two hosts, on CPUs have no second
             rounding.
         exact: additional parameters that are not quantized: a name, several names, patterns
             (``"head.*"``), or a function of name and parameter.
@@ -185,7 +185,7 @@ class WireOptions:
                 )
 
     def description(self, params: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
-        """Return by option what must be identical on all ranks for these parameters."""
+        """Return the options that must match on all ranks, resolved for these parameters."""
         if self.compression is None or self.exact is None:
             return {}
         names = [name for name, _ in params]
@@ -215,7 +215,7 @@ class BucketFactory:
     lazy: bool = False  # buckets have memory during backwards only
     check_finite: bool = False  # buckets have room to report gradients that are not finite
     is_registered: bool = False  # dense gradients are in memory that the backend has registered
-    # Hosts, if several hosts have several ranks each that exchange through memory; else None.
+    # Hosts, if several hosts have several ranks each, which sum within the host first; else None.
     hosts: Hosts | None = None
     # The rank to which a gradient is reduced, by parameter. Other gradients go to all ranks.
     owners: Mapping[Tensor, int] = field(default_factory=dict)
@@ -346,7 +346,10 @@ class BucketFactory:
 def registered_memory(
     group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[int], Tensor] | None:
-    """Return the function of :func:`registering`, or ``None``. All ranks allocate the same."""
+    """Return the function of :func:`registering`; ``None`` if registered memory is unavailable.
+
+    All ranks must allocate the same sizes in the same order.
+    """
     pool = registered_pool(group, device)
     if pool is None:
         return None
@@ -379,9 +382,9 @@ class ExactParams:
     """Finds the exact parameters of a module: their gradients are sent in fp32, not quantized.
 
     These are: parameters with one dimension (biases, scales of norms), those with fewer than 1,024
-    elements, the weights of embeddings, whose gradients have many zero rows (except embeddings that
-    share their weight with another layer such as a head, by which all rows get gradients), and
-    those that ``wanted`` selects.
+    elements, the weights of embeddings, whose gradients have many zero rows (unless another layer,
+    such as a head, shares the weight, so that all rows get gradients), and those that ``wanted``
+    selects.
 
     ``wanted`` are names, as ``module.named_parameters()`` gives them, or patterns of names
     (:mod:`fnmatch`), or a function ``wanted(name, parameter)`` that returns True for exact

@@ -31,8 +31,8 @@ class Ignored:
     An ignored tensor stays ignored under any later name: its module may be pruned, compiled or put
     in an ``nn.Sequential``. The same holds for reduced parameters. A parameter that is added later
     is ignored if its name is in the list. It is also ignored if it is added to a submodule that
-    directly holds ignored parameters (``weight_norm`` replaces one), or to a submodule that has had
-    no others (another layer of an expert, a LoRA wrapped around it).
+    directly holds ignored parameters (``weight_norm`` replaces one), or to a submodule whose
+    parameters were all ignored (another layer of an expert, a LoRA wrapped around it).
 
     Args:
         module: the wrapped module.

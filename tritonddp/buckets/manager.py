@@ -61,7 +61,7 @@ class BucketManager:
         memory: HostMemory | None = None,
     ) -> None:
         self.factory = factory  # makes the buckets of backwards
-        self.memory = memory  # receives the buckets; None: they stay with the process group
+        self.memory = memory  # finds hosts; None: use the process group only
         self._listener: Callable[[], Any] = NoneType
         self._captured: list[Bucket | JointUnpack] = []
         self._of_temporary = factory.transport  # for temporary buckets
@@ -149,7 +149,10 @@ class BucketManager:
             self.memory.begin(self.current)
 
     def move(self) -> None:
-        """Move new buckets into memory of the host. All ranks call this at the same time."""
+        """Adapt new buckets to the hosts: their wire formats, and on CPUs the shared memory.
+
+        All ranks call this at the same time.
+        """
         memory, factory = self.memory, self.factory
         if memory is None:
             return

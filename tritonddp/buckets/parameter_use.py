@@ -23,8 +23,8 @@ class ParameterUse:
     - it is *expected*: when the backward begins, the engine announces that it will reach it;
     - a *local* backward (``no_sync``, for example) has used it since the last reduction;
     - or its gradient becomes *ready* without an announcement. Such gradients come from inner
-    backwards, which reentrant checkpoints run: the engine announces only the nodes of the outer
-    backward.
+      backwards, which reentrant checkpoints run: the engine announces only the nodes of the outer
+      backward.
 
     A parameter that is not expected is *missing*. When that happens for the first time, it is
     *suspected*: the end of that backward shows whether its gradient became ready nevertheless. Once
@@ -39,7 +39,8 @@ class ParameterUse:
             appends to this list.
         local: for each parameter, whether a local backward has used it since the last reduction.
         has_local: there was such a backward.
-        missing: missing parameters of the last reduced backward; ``None`` before the first.
+        missing: missing parameters of the current or last reduced backward; ``None`` before the
+            first.
         is_static: all reduced backwards had the same missing parameters.
         inner: parameters that have had gradients from inner backwards.
         suspected: see above.
@@ -105,7 +106,7 @@ class ParameterUse:
             self.flags[index] = True
 
     def note_ready(self, indices: range) -> None:
-        """Count those of these parameters as used whose gradients are ready."""
+        """Count each of these parameters as used if its gradient is ready."""
         if self.missing:
             ready = set(map(id, self.ready))
             self.note(index for index in indices if id(self._params[index]) in ready)
@@ -149,9 +150,9 @@ class ParameterUse:
         """Return which of these parameters count as used, if some packed gradients are missing.
 
         A parameter without a gradient counts, with zeros, if a hook has dropped the gradient. With
-        ``find_unused_parameters=False`` it also counts if a custom function returned no gradient. A
-        parameter that was frozen meanwhile does not count, nor one whose gradient of a ``no_sync``
-        backward was dropped.
+        ``find_unused_parameters=False`` it also counts if a custom function returned no gradient.
+        It does not count if it was frozen meanwhile, or if the gradient of a ``no_sync`` backward
+        was dropped.
         """
         ready: Iterable[Tensor] = () if self._finds_unused else self.ready
         ready = [param for param in ready if param.grad is None and param.requires_grad]

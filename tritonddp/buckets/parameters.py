@@ -122,11 +122,12 @@ class ModuleParameters:
 
     Attributes:
         params: all parameters, each once, with its first name.
-        trainable: parameters that required gradients at the last :meth:`update`.
+        trainable: parameters that required gradients at the last :meth:`refresh`.
         sparse: parameters whose gradients are expected to be sparse.
         unplaced: trainable parameters that are in no bucket.
         number: number of the wrapper in its process group; -1 until :meth:`register`.
-        schema: hash of the trainable parameters, which should be identical on all ranks.
+        schema: hash of the trainable parameters, and with ``keeps_frozen`` also of the frozen ones
+            in buckets; should be identical on all ranks.
         is_agreed: the buckets hold all trainable parameters, and no removed parameter on which
             the ranks have not agreed. If False, the ranks must agree: see :meth:`commit`.
         module_buffers: see :class:`ModuleBuffers`.
@@ -336,7 +337,7 @@ class ModuleParameters:
         self._sort()
 
     def _takes_up_plain_parts(self) -> bool:
-        """Accept submodules without tensors that replace such ones; True if nothing else changed.
+        """Accept replaced submodules if old and new have no tensors; True if nothing else changed.
 
         Some forwards assign such a submodule each time: ``self.criterion = nn.MSELoss()``.
         """
@@ -353,7 +354,8 @@ class ModuleParameters:
             for table in (former._parameters, former._modules, former._buffers):
                 self._empty_tables.pop(id(table), None)
             self._places.discard(id(former._parameters))
-        # Tensors that they get later count as a change. A former one may still be held elsewhere.
+        # Tensors that the new submodules get later count as a change. A former submodule may still
+        # be held under another name.
         changed = {id(part) for pair in pairs for part in pair}
         for each in (each for each in held if id(each) in changed):
             for table in (each._parameters, each._modules, each._buffers):
@@ -405,7 +407,7 @@ class ModuleParameters:
         return [name for name, param in self.trainable if param in self.sparse]
 
     def look_for_changes(self) -> bool:
-        """Return True if anything has changed since the last :meth:`update`."""
+        """Return True if anything has changed since the last :meth:`refresh`."""
         required = list(map(_requires_grad, self._looked_at))
         if (
             self.swaps_seen != swaps[0]
@@ -439,7 +441,7 @@ class ModuleParameters:
             **error.options,
         }
         params = self.params if requested is None else requested
-        # Drop all these changes; at the next forward each rank checks again.
+        # Forget the module's contents: at the next forward each rank looks for changes again.
         self._held = []
         description = describe(params, self.buffers(), options)
         advice = f"{error.advice} {TRAIN_THE_SAME}".lstrip()

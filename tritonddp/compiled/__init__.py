@@ -1,1 +1,1 @@
-"""Single-graph compilation: the traced forward, and gradients announced by its backward."""
+"""Compilation of a forward into one graph, whose backward announces each gradient."""

@@ -17,7 +17,7 @@ WRAPPER = "_tritonddp"
 
 
 def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """Call ``begin_forward``, then the module, with a hook on each parameter in its backward.
+    """Call ``begin_forward``, then the module. Add a hook on each parameter to the backward.
 
     Dynamo traces this slowly, so :func:`_complete` does everything that need not be traced.
 
@@ -28,7 +28,7 @@ def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
     if traced.obstacle:
         raise NotImplementedError(traced.obstacle)
     has_grad = torch.is_grad_enabled()
-    facts = traced.number, None, has_grad, traced.version  # None: until _complete
+    facts = traced.number, None, has_grad, traced.version  # _complete() may set the second
     buffers = list(ddp.module.buffers()) if ddp.forward_sync_buffers else []
     if buffers:
         started = torch.ops.tritonddp.begin_forward_with_buffers(*facts, buffers)
@@ -84,7 +84,7 @@ def _complete(context: Any) -> None:
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, which dynamo compiles only as a part of a compiled caller."""
+    """Wrap ``function`` so that dynamo compiles it only as part of a compiled caller."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -93,7 +93,7 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unless_traced(function: Callable[..., None]) -> Callable[..., None]:
-    """Return ``function``, disabled while dynamo traces: all modules call it as a hook."""
+    """Wrap ``function``, a hook of all modules, so that it does nothing while dynamo traces."""
 
     def call(*args: Any) -> None:
         if not torch.compiler.is_compiling():

@@ -12,9 +12,9 @@ This requires that autograd passes gradients on unchanged. Autograd may add othe
 user hooks may change a gradient. The first backward that announces a gradient checks this. The
 gradients that autograd changes wait for the end of each backward.
 
-The last bucket always waits for the end, because its gradients are computed last. If a gradient
-turns out to have been sent too early, this bucket is filled with NaN, so that no rank takes
-the step without noticing.
+The last bucket with such gradients always waits for the end, because they are computed last. If a
+gradient turns out to have been sent too early, this bucket is filled with NaN, so that no rank
+takes the step without noticing.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class _Announced(NamedTuple):
     version: int
 
     def is_handed_over(self) -> bool:
-        """Return whether autograd has passed it to its parameter unchanged."""
+        """Return True if autograd has passed it to its parameter unchanged."""
         grad = self.param.grad
         return grad is not None and (grad.data_ptr(), grad._version) == self[1:]
 
 
 class GraphGradients(Extension):
-    """Packs (flattens) segments whose gradients a compiled backward has all announced."""
+    """Packs (flattens) a segment when a compiled backward has announced all its gradients."""
 
     needs_reached = True
 
@@ -68,8 +68,8 @@ class GraphGradients(Extension):
         self._driver: Callable[[], AutogradDriver | None] = weakref.ref(driver)
         self._forwards: dict[int, Forward] = {}
         self._pending = 0  # forwards with gradients since the last backward
-        self._bucket_set: Callable[[], object] = NoneType  # numbers below refer to this set
-        self._index_of: dict[str, int] = {}  # parameter numbers by name
+        self._bucket_set: Callable[[], object] = NoneType  # indices below refer to this set
+        self._index_of: dict[str, int] = {}  # parameter indices by name
         # By parameter name: whether autograd passes the announced gradient on unchanged.
         self._is_whole: dict[str, bool] = {}
         self._early: set[int] = set()  # segments in which this holds for all parameters
@@ -128,7 +128,7 @@ class GraphGradients(Extension):
         self._packs = {
             each
             for each in self._early
-            # Autograd would copy a gradient that is kept to wait for one that is not expected.
+            # Not if a gradient is missing: autograd would copy the gradients that wait for it.
             if each < first_held
             and all(bucket_set.use.expected[ranges[each].start : ranges[each].stop])
         }
@@ -271,7 +271,7 @@ class GraphGradients(Extension):
 
 
 def _is_free(param: Parameter, grad: Tensor) -> bool:
-    """Return whether autograd will pass ``grad`` on unchanged, as far as can be known."""
+    """Return True if autograd will pass ``grad`` on unchanged, as far as can be known."""
     return (
         param.grad is None
         and not _has_hooks(param)
@@ -283,12 +283,12 @@ def _is_free(param: Parameter, grad: Tensor) -> bool:
 
 
 def _has_hooks(param: Parameter) -> bool:
-    """Return whether a user hook receives the gradient of ``param``, as far as can be known."""
+    """Return True if a user hook receives the gradient of ``param``, as far as can be known."""
     return bool(backward_hooks_of(param)) or bool(hooks_after_accumulation(param))
 
 
 def _lies_as(param: Parameter, grad: Tensor) -> bool:
-    """Return whether ``grad`` has the memory order of gradients of ``param`` in autograd."""
+    """Return True if ``grad`` has the memory order that autograd gives gradients of ``param``."""
     if grad.stride() == param.stride():
         return True
     order = dims_by_stride(grad.shape, grad.stride())

@@ -57,7 +57,7 @@ class Traced:
         begin: function that does the wrapper's work before each forward.
 
     Attributes:
-        version: version of this package; torch keeps graphs on disk, also of older versions.
+        version: version of this package. torch caches graphs on disk, also those of older versions.
         obstacle: why the forward cannot be traced into one graph, and the remedy; empty if it can.
     """
 
@@ -111,7 +111,7 @@ def names_of(number: int) -> dict[Tensor, str]:
 
 
 def _overlap(tensors: Iterable[Tensor]) -> bool:
-    """Return whether two of these tensors share memory. No graph can overwrite such views."""
+    """Return True if two of these tensors share memory. No graph can overwrite such views."""
     ranges = []
     for each in tensors:
         is_odd = is_lazy(each) or each.is_nested or each.layout is not torch.strided
@@ -172,10 +172,11 @@ def _watch_gradient(param: Tensor, forward: Tensor, name: str) -> None:
 
 
 def _may_come_in_channels_last(param: Tensor) -> bool:
-    """Return whether Inductor may compute the gradient of ``param`` in another memory order.
+    """Return True if Inductor may compute the gradient of ``param`` in another memory order.
 
-    Inductor computes convolutions in channels_last. Autograd copies gradients whose order differs
-    from their parameter's after the whole graph has run, so none of them could be sent before.
+    Inductor computes convolutions in channels_last. If the order of a gradient differs from the
+    order of its parameter, autograd copies it after the whole graph has run, so it could not be
+    sent earlier.
     """
     if param.dim() not in (4, 5):
         return False

@@ -1,1 +1,1 @@
-"""WITH WHAT: exchanges other than gradients, and error messages that name missing ranks."""
+"""Exchanges between ranks other than of gradients, and errors that name missing ranks."""

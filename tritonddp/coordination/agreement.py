@@ -61,7 +61,7 @@ class GradSource(enum.IntEnum):
 class Mismatch(Exception):
     """The ranks reduce different gradients.
 
-    ``options`` are additional entries that the ranks then compare; ``advice`` is the remedy.
+    ``options``, by name, are values that the ranks then compare too; ``advice`` is the remedy.
     """
 
     sent: Sent | None = None  # what this rank sent, if headers revealed the mismatch
@@ -83,7 +83,10 @@ class Unmatched(Mismatch):
 
 
 class SchemaMismatch(Mismatch):
-    """Ranks reduce different parameters, or at different places. Collectives find out which."""
+    """Ranks reduce different parameters, or call ``backward()`` on different lines.
+
+    The ranks then run further collectives to find the difference.
+    """
 
 
 class HeaderField:

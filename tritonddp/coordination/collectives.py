@@ -73,7 +73,7 @@ def reduce_scatter(output: Tensor, parts: list[Tensor], group: dist.ProcessGroup
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, group_src: int) -> Work:
-    """Start to overwrite ``tensor``, which is not complex, with that of rank ``group_src``."""
+    """Start to broadcast ``tensor``, which is not complex, from rank ``group_src``, in place."""
     options = dist.BroadcastOptions()
     options.rootRank = group_src
     return _known(group.broadcast([tensor], options), tensor)

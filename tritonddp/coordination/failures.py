@@ -4,7 +4,8 @@ The backend knows only that a connection broke or that the timeout expired. So e
 collective failed writes its place (step and collective) to the process group's store, its *post*,
 and looks up the processes of the ranks without a post. If one of them has ended, that is the rank
 to look for, and the error is raised within half a second. Otherwise the rank waits for the posts of
-the other ranks. None of this happens before a failure. After it the group is unusable.
+the other ranks. Before a failure, a rank only writes its process to the store, when it wraps a
+module. After a failure, the group is unusable.
 """
 
 from __future__ import annotations
@@ -143,7 +144,10 @@ class FailureReport:
         return f"rank {self.group.rank()}, {self.place} failed: {_first_line(self.error)}"
 
     def asked(self) -> FailureReport:
-        """Exchange posts, in a thread that is abandoned if the store does not answer."""
+        """Exchange posts, and return the report.
+
+        The exchange runs in a thread that is abandoned if the store does not answer.
+        """
         self.threads = others_in_collectives()  # before their collectives fail too
         # Log before asking the store: torchrun ends all processes soon after one has failed.
         logger.error("%s", self.title)
@@ -220,7 +224,10 @@ class FailureReport:
         store.set(f"{FAILED}/{self.group.rank()}", f"{self.number} {self.place}")
 
     def _wait_for_a_name(self, store: Any, patience: float) -> None:
-        """Wait until a rank without a post has ended, as observed here or by a rank on its host."""
+        """Wait until a rank without a post is known to have ended, or for ``patience`` seconds.
+
+        A rank on the same host observes that, which may be this rank.
+        """
         deadline = time.monotonic() + patience
         while not self.ended and (silent := self._silent()) and time.monotonic() < deadline:
             found = [(rank, self.processes.get(rank)) for rank in silent]
@@ -295,7 +302,7 @@ class FailureReport:
         state = "ended" if rank in self.ended else process.state if process is not None else ""
         if state == "ended" and not (rank in self.ended or self.trouble):
             state = "runs"  # it has ended since then, and may have posted before
-        # If a rank has ended, this rank has not waited for the others.
+        # If a rank has ended, this rank has not waited for the posts of the other ranks.
         if process is not None and (state in ("ended", "stopped") or not self.ended):
             return state, str(process)
         if self.trouble or self.ended:

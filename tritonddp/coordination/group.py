@@ -326,7 +326,7 @@ class Group:
                 collectives.all_reduce(tensor, self.process_group, op).wait()
 
     def broadcast(self, tensor: Tensor, source: int, where: str, what: str) -> None:
-        """Overwrite ``tensor`` with that of rank ``source``, and wait for it; see :meth:`guard`."""
+        """Broadcast ``tensor`` from rank ``source``, in place, and wait; see :meth:`guard`."""
         with self.guard(where, what):
             collectives.broadcast(tensor, self.process_group, source).wait()
 

@@ -51,8 +51,8 @@ def find_hosts(group: Group, device: torch.device, where: str) -> Hosts | None:
 
     Returns:
         ``None`` if there is one host, if each host has one rank, if their numbers of ranks differ,
-        or if the order of two hosts is not the same for all of their ranks: torch sorts the ranks
-        of a new group, so that hosts would not be in the same order in all groups.
+        or if groups of one rank per host would not all have the hosts in the same order: torch
+        sorts the ranks of a new group.
 
     Raises:
         RuntimeError: a collective failed.

@@ -46,8 +46,8 @@ class MessagesUnderWay:
     send only after a receive is posted: post it early.
 
     Args:
-        received, sent: contiguous tensors, by rank; empty tensors and the one of this rank are
-            left out. They belong to the group until :meth:`wait` has returned.
+        received, sent: contiguous tensors, by rank; empty tensors and the tensor of this rank are
+            left out. Do not use them until :meth:`wait` has returned.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ _BUILD_THE_SAME = "Build the same module with the same options on every rank."
 TRAIN_THE_SAME = (
     "Train the same parameters on every rank, and call wrapped modules in the same order."
 )
-# Maximum length of a line in it: the text comes from another rank.
+# Maximum length of a line of an error message: the text comes from another rank.
 _LONGEST = 1_000
 # Tensor classes whose values are not accessible, and for which this was logged.
 _left_alone: set[str] = set()

@@ -1,11 +1,11 @@
 """Synchronization of module buffers: all ranks receive the buffers of one rank.
 
-It precedes the same forwards as in stock DDP. The source is rank 0, and inside ``join()`` the
-highest rank with inputs. For a module that is replicated in place, it follows each reduced backward
-instead, so that one rank may run the module alone. Buffers of all dtypes are sent in one message,
-or through shared memory of the host, where unchanged buffers cost a comparison: see
-:class:`~tritonddp.comm.from_owner.FromOwner`. Bytes alone decide whether a buffer has changed:
-versions do not count writes through ``.data``.
+Buffers are synchronized before the same forwards as in stock DDP. The source is rank 0, and inside
+``join()`` the highest rank with inputs. The buffers of a module that is replicated in place are
+synchronized after each reduced backward instead, so that one rank may run the module alone. Buffers
+of all dtypes are sent in one message, or through shared memory of the host, where unchanged buffers
+cost a comparison: see :class:`~tritonddp.comm.from_owner.FromOwner`. Their bytes are compared,
+because version counters miss writes through ``.data``.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class BufferSync:
         broadcast: sends buffers through the process group.
 
     Attributes:
-        for_next_forward: for a module that is replicated in place: buffers, their current values,
-            and their values for the next forward.
+        for_next_forward: for a module that is replicated in place, if the graph was retained: each
+            buffer with its current value and its value for the next forward.
     """
 
     def __init__(

@@ -71,8 +71,8 @@ CALL_SITE = _CallSiteField()
 class CallSites(Extension):
     """Tells the other ranks where each reduced backward is called.
 
-    On a GPU, hooks run on threads of the engine. Then the main thread is inspected. If it runs no
-    backward, the call site is unknown, on all ranks.
+    On a GPU, hooks run on threads of the engine, so the main thread is inspected. If that thread
+    runs no backward, the call site is unknown, on all ranks.
     """
 
     def __init__(self, sync: SyncState) -> None:

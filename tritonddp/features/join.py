@@ -79,7 +79,7 @@ class JoinProtocol:
         self.is_due = False
 
     def reduces_backward(self, is_enabled: bool, where: str) -> bool:
-        """Return whether a backward that begins now is the one that a forward announced."""
+        """Return True if the backward that begins now is the one that a forward announced."""
         if not self.is_due and is_enabled:
             raise RuntimeError(
                 f"{where}: backward inside join() that no forward announced. Ranks without inputs "
@@ -100,7 +100,7 @@ class JoinProtocol:
     # Steps of a forward
 
     def announce(self) -> None:
-        """Tell the ranks without inputs which collectives this forward will run.
+        """Announce to all ranks which collectives this forward will run.
 
         Raises:
             RuntimeError: a rank is missing, or the ranks are about to run different collectives.
@@ -131,7 +131,7 @@ class JoinProtocol:
             ddp.require_forward_param_sync = self.syncs_buffers
 
     def receive(self) -> bool:
-        """Announce that this rank has no inputs. Return whether the others reduce a backward."""
+        """Announce that this rank has no inputs. Return True if the others reduce a backward."""
         self.mean_over_present = not self._ddp._divide_by_initial_world_size
         reduces = self._agree(0)
         if self._differs:
@@ -279,9 +279,9 @@ class ShadowHook(JoinHook):
     """Runs in torch's ``Join`` on a rank that has no inputs left.
 
     Between two iterations, ``.grad`` holds the reduced gradients of the other ranks, or ``None``
-    if no rank has a gradient: an optimizer that joins too (``ZeroRedundancyOptimizer``) steps with
-    them. At the end, the local gradients are restored. Otherwise, the next loop would add local
-    gradients to gradients of other ranks.
+    if no rank has a gradient. An optimizer that joins too (torch's ``ZeroRedundancyOptimizer``)
+    steps with them. At the end, the local gradients are restored. Otherwise, the next loop would
+    add local gradients to gradients of other ranks.
     """
 
     def __init__(self, ddp: Wrapper, divide_by_initial_world_size: bool) -> None:

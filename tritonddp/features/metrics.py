@@ -58,7 +58,7 @@ class StepTimes(NamedTuple):
 PARTS = ("input", "forward", "backward", "exposed")
 INPUT, FORWARD, BACKWARD, EXPOSED = range(len(PARTS))
 NAMES = ("step", *PARTS, "own")
-# For a rank without inputs, or whose device is far behind.
+# Means of a rank that knows no times: it has no inputs, or its device lags behind the host.
 _UNKNOWN = [-1.0] * len(PARTS)
 
 
@@ -119,7 +119,7 @@ class Metrics(Extension):
         self._counters = counters
         self._clock = StepClock(device)
         self._known: list[StepTimes] = []  # of this rank, since the last gathering
-        # Waits for the running gathering. Returns a StepTimes in each row, by rank.
+        # Waits for the running gathering. Returns a tensor whose rows are the StepTimes of ranks.
         self._gathered: Callable[[], Tensor] | None = None
         self._readback: Readback | None = None  # on a GPU
         self._ranks: dict[int, StepTimes] = {}  # means of the last EVERY steps, by rank

@@ -87,7 +87,7 @@ class LowPrecision:
         self._hooks.clear()
 
     def _add_hooks(self, module: nn.Module) -> None:
-        """Register hooks on all modules without hooks, for example modules added later.
+        """Register hooks on all modules that lack them, for example modules added later.
 
         Do not keep a list of modules here: every copy of a module would copy it.
         """

@@ -59,7 +59,7 @@ _BY_HAND = (
 
 
 class _Seen(Extension):
-    """The id of the last backward through an output of a wrapper, reduced or not."""
+    """Holds the ID of the last backward through an output of a wrapper, reduced or not."""
 
     graph_task = -1
 
@@ -157,7 +157,7 @@ class ContextBackward:
 
     Args:
         driver: driver of the wrapper.
-        context: id of the context of the forward.
+        context: ID of the context of the forward.
     """
 
     def __init__(self, driver: AutogradDriver, context: int) -> None:
@@ -262,7 +262,7 @@ class ContextBackward:
         return self.driver.order
 
     def has_failed(self) -> bool:
-        """Return whether the backward has failed and still owes its collectives.
+        """Return True if the backward has failed and still owes its collectives.
 
         A thread of the distributed engine may drop the callback shortly after the error, as in a
         backward on a GPU.

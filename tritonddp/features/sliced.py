@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _REPLACED = "_tritonddp_replaced"
-# Step hook of all optimizers that finds optimizers of replaced parameters, once there are some.
+# Step hook of all optimizers, which finds those with replaced parameters. Registered when needed.
 _hooks: list[Any] = []
 
 

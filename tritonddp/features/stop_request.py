@@ -17,8 +17,8 @@ class StopRequest(HeaderField):
 
     Attributes:
         default: whether the next header of this rank asks.
-        is_stopped: whether a rank has asked in a completed reduction. On a GPU, in the reduction
-            before that, whose headers all ranks have read by then.
+        is_stopped: whether a rank has asked in the headers that all ranks have read: up to the last
+            completed reduction, on a GPU up to the one before.
     """
 
     default = False
@@ -38,7 +38,7 @@ class StopRequest(HeaderField):
             self.default = not self.is_stopped
 
     def should_stop(self, reductions: int) -> bool:
-        """See :attr:`is_stopped`. A single rank may send no header: count its reductions."""
+        """Return :attr:`is_stopped`. A single rank may send no header: compare reduction counts."""
         return self.is_stopped or (self._group.size == 1 and 0 <= self._asked_at < reductions)
 
     def encode(self, value: bool) -> bytes:

@@ -120,7 +120,7 @@ class SkipUnused(Extension):
         self._sync = sync
 
     def on_begin(self, backward: Backward) -> None:
-        """Determine the buckets to skip: none while ranks without inputs take part."""
+        """Determine the buckets to skip: none in a provisional backward and inside ``join()``."""
         reduction = backward.reduction
         if reduction is None or backward.is_provisional:
             return

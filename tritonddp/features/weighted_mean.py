@@ -76,7 +76,7 @@ class AccumulationWindow(Extension):
         self._manager = manager
         self.weight: Weight | None = None  # total of the window; None if the window is empty
         self._weight_before: Weight | None = None  # the weight before the running backward
-        # The gradients at the end of the last backward, and their versions.
+        # By parameter: the gradient at the end of the last local backward, and its version.
         self._left: dict[Tensor, tuple[Tensor, int]] = {}
         # Gradients accumulated before the first backward, to which each backward adds.
         self._base: dict[Tensor, Tensor] = {}
@@ -238,7 +238,7 @@ class AccumulationWindow(Extension):
 
 
 def _is_dropped(param: Tensor, left: Tensor, version: int) -> bool:
-    """Return whether ``zero_grad`` has since set the gradient to ``None`` or to zero."""
+    """Return True if ``zero_grad`` has since set the gradient to ``None`` or to zero."""
     grad = param.grad
     if grad is None:
         return True
@@ -246,7 +246,7 @@ def _is_dropped(param: Tensor, left: Tensor, version: int) -> bool:
 
 
 def _mean(mean: Tensor | None, new: Tensor | None, share: float) -> Tensor | None:
-    """Merge the gradient ``new`` into ``mean`` with this share; with share 0, it may be NaN.
+    """Merge the gradient ``new`` into ``mean`` with this share. With share 0, ``new`` may be NaN.
 
     ``new`` is not modified, because tensors that the backward still uses may be views of it.
     """

@@ -1,1 +1,1 @@
-"""WHEN: one backward, from its first hook to its last bucket."""
+"""One backward, from its first hook to its last bucket, and what follows a reduction."""

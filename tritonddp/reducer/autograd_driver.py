@@ -66,7 +66,7 @@ class AutogradDriver:
             ``reducer``.
         use: records which parameters are used.
         tracker: tracks which segments are ready.
-        backward: the backward that is running, has failed, or waits for ``finalize_backward()``.
+        backward: the backward that is running, waits for its buckets, or has failed.
         post_backward: futures to wait for at the end of a backward, or before a forward.
         is_detached: hooks were removed; later backwards are not noticed.
         launching: lock that is held while a segment is packed, because hooks of a multi-device
@@ -125,9 +125,9 @@ class AutogradDriver:
     def before_forward(self) -> None:
         """Complete outstanding work, and look for changed parameters.
 
-        This happens only with gradients enabled: then the module may run collectives
-        (SyncBatchNorm), and its backward will. For errors see the wrapper's ``forward()``. On a GPU
-        a mismatch between ranks is found in the backward, see :class:`Agreement`.
+        Without gradients, only wait for :attr:`post_backward`. With gradients, the module may run
+        collectives (SyncBatchNorm), and its backward will. For errors see ``forward()`` of the
+        wrapper. On a GPU, a mismatch is found in the backward, see :class:`Agreement`.
         """
         if (self.post_backward or self.deferred or self.group.outstanding) and not self._catch_up():
             return
@@ -163,11 +163,11 @@ class AutogradDriver:
         return True
 
     def flush(self, reduces: bool = False) -> None:
-        """Recover the last backward if it failed and no forward follows that would do so.
+        """Recover the last backward if it failed. Used where no forward follows that would do so.
 
-        With ``reduces``, this rank reduces next. The end of that reduction checks for mismatches,
-        as on a rank whose next reduction is a backward. Without it, wait for :attr:`post_backward`
-        and check immediately.
+        Also wait for :attr:`post_backward`, and check for mismatches between ranks. Skip both with
+        ``reduces``: this rank starts a reduction next, whose end checks for mismatches, as on a
+        rank whose next reduction is a backward.
         """
         self.check_finalized()
         if not reduces:
@@ -272,7 +272,7 @@ class AutogradDriver:
         """Call :meth:`_catch_up`, then query the expected parameters: buckets may have changed."""
         former = self.backward
         if former is not None:
-            former.finish_waiting()  # a callback of the user, at its end, runs another backward
+            former.finish_waiting()  # if a user's callback at its end runs this backward
             if self.backward is former and former.phase is WAITING and not former.is_unfinalized:
                 raise RuntimeError(
                     f"{former.where}: a communication hook, a signal handler or another thread "
@@ -285,9 +285,9 @@ class AutogradDriver:
         return self._look_at_missing(self.tracker.query())
 
     def _on_further_output(self, backward: Backward, forward: Forward) -> None:
-        """Handle a further output, of ``forward``, that the running backward goes through.
+        """Handle an output of ``forward`` that the backward reaches after it has begun.
 
-        Or an inner backward does: in a hook of the user, or a reentrant checkpoint.
+        An inner backward, run by a user's hook or a reentrant checkpoint, may reach it too.
         """
         if current_graph_task_id() != backward.graph_task and not accumulates():
             return  # torch.autograd.grad
@@ -354,7 +354,7 @@ class AutogradDriver:
             creates_graph=torch.is_grad_enabled(),
             is_inner=is_inner,
         )
-        # From here on the other ranks wait for the collectives of this reduction; see drain().
+        # From here on the other ranks wait for the collectives of this reduction; see abandon().
         self.backward = backward
         self.counters.reductions += 1
         try:
@@ -376,11 +376,10 @@ class AutogradDriver:
             (self.on_gradients if first_param is not None else tracker.tell_first)()
 
     def _wait_for_inner(self, is_first: bool) -> bool:
-        """Make segments wait for gradients that inner backwards may produce unannounced.
+        """Make segments wait for gradients of inner backwards, which the engine does not announce.
 
-        With ``is_first``, no output hook has announced this backward. Return True if it is itself
-        an inner backward: then a forward has armed the reduction, and the engine knows only the
-        nodes of the inner backward.
+        With ``is_first``, a gradient was ready before an output hook could report this backward.
+        Return True if it is itself an inner backward: then the engine knows only its nodes.
         """
         use = self.use
         if is_first and outer_call(self.manager.current.is_on_gpu):
@@ -524,7 +523,7 @@ class AutogradDriver:
                 reduction.launch_ready(rest=True)
         if self.finalizes_manually and any(reduction.works):
             backward.waits_for_user(True)
-            self.deferred.append(NoneType)  # so that the next entry checks
+            self.deferred.append(NoneType)  # makes the next forward or backward call _catch_up()
             self.group.outstanding.pop(self, None)  # finalize_backward() may never be called
             self.wait_post_backward()
             return
@@ -533,7 +532,7 @@ class AutogradDriver:
     def _outlives_inner(self, backward: Backward) -> bool:
         """Return True if the reduced backward continues after this inner backward has ended.
 
-        A function or hook of the user may have run a whole backward, and may step after it.
+        False if a user's function or hook has run a whole backward: an optimizer may step next.
         """
         is_whole = self.forwards.was_armed == 1 and self.use.has_all()
         if not is_whole and backward.outlives_inner(partial(self._compute_ended), self._broke_off):
@@ -744,7 +743,7 @@ class AutogradDriver:
         self.is_detached = True
         self.tracker.let_go()
         self._others.watch(())
-        self.deferred.append(NoneType)  # so that the next entry checks
+        self.deferred.append(NoneType)  # makes the next forward or backward call _catch_up()
         self.group.outstanding.pop(self, None)
         self.backward = None
 

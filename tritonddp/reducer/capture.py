@@ -29,7 +29,7 @@ def begin(
         reducer: the reducer of the wrapper.
         streams: streams on which autograd accumulates gradients.
         expected: for each parameter, whether the backward reaches it.
-        is_reduced: the backward is not under ``no_sync``.
+        is_reduced: the backward is reduced, not local.
 
     Raises:
         RuntimeError: a replay could not do everything that this backward does.

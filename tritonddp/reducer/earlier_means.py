@@ -76,9 +76,9 @@ class EarlierMeans(Extension):
     def means(self, first_param: Tensor | None = None) -> list[tuple[str, Tensor]]:
         """Return the parameters whose gradients are means.
 
-        ``first_param`` is included only if its gradient was added to a mean. With
-        ``create_graph=True`` autograd replaces the tensor of the mean, so the other gradients
-        decide.
+        ``first_param`` is included only if its new gradient was added to a mean. Usually the tensor
+        of its ``.grad`` tells. With ``create_graph=True``, autograd replaces that tensor, and the
+        tensors of the other gradients decide.
         """
         means = list(self._params()) if self.is_reduced else []
         asked = [param for _, param in means if param is first_param or torch.is_grad_enabled()]

@@ -1,4 +1,4 @@
-"""The only interface by which features extend a backward."""
+"""The interface by which features take part in a reduction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Extension:
         """Called when a forward of the wrapper begins with gradients enabled."""
 
     def on_begin(self, backward: Backward) -> None:
-        """Called when a backward begins. If it is reduced, its reduction is not announced yet.
+        """Called when a backward begins. If it is reduced, nothing of its reduction is sent yet.
 
         The method may call ``tell()``, ``skip()`` and ``hold()`` of the reduction. If it raises,
         this rank sends NaN in the collectives of the reduction.

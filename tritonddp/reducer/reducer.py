@@ -89,7 +89,7 @@ class Reducer:
         self._broadcast = broadcast
         self.afterwards: Callable[[], None] | None = None
         self.own_gradients_at, self.stepped_at = 0, -1
-        self._has_warned = False  # that compression does not apply to requests
+        self._has_warned = False  # has logged that compression does not apply to requests
 
     def call_afterwards(self, function: Callable[[], None]) -> None:
         """Call ``function`` on all ranks after each reduced backward, including abandoned ones."""
@@ -131,13 +131,14 @@ class Reducer:
     ) -> None:
         """Build new buckets on all ranks after parameters were added or removed.
 
-        The ranks first agree by the header of a bucket that holds nothing else. A rank whose
-        parameters did not change has opened a reduction instead, and receives this header in its
-        first bucket: then all ranks raise. Added parameters get the values of one rank.
+        The ranks first compare headers, in a bucket without gradients. If the parameters of another
+        rank did not change, that rank has opened a reduction instead, and receives this header in
+        its first bucket: then all ranks raise. Added parameters get the values of one rank.
 
         Args:
             in_backward: added parameters were already used with the local values of this rank.
-            requested: parameters of the reduction on request that such a rank makes, if any.
+            requested: parameters of the reduction on request that follows; ``None`` for any other
+                caller.
 
         Raises:
             RuntimeError: the ranks did not change the same parameters. On a GPU all ranks raise
@@ -446,8 +447,8 @@ class Reducer:
     def check_alike(self) -> bool:
         """Return True if the ranks reduced the same gradients so far; identical on all ranks.
 
-        On a GPU a mismatch raises at the end of the next reduction: the same reduction on all
-        ranks, whatever started the last one on each rank.
+        On a GPU, a mismatch is raised later, at the end of the next reduction, so that all ranks
+        raise it in the same reduction.
         """
         try:
             self.agreement.check_pending()

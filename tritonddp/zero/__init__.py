@@ -1,1 +1,1 @@
-"""Optimizers that shard their state over the ranks: one rank steps each parameter."""
+"""An optimizer that shards its state over the ranks: one rank steps each parameter."""

@@ -43,7 +43,7 @@ class OwnedMeans(Extension):
         self._owners, self._rank = owners, rank
 
     def _of_others(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Return the parameters with a gradient that other ranks own; usually there are none."""
+        """Return parameters of other owners that have a gradient here; usually there are none."""
         have = [each for each in named if each[1].grad is not None]
         return [each for each in have if self._owners.get(each[1], self._rank) != self._rank]
 
@@ -55,7 +55,8 @@ class OwnedMeans(Extension):
         """Check that the optimizer of a reduced backward exists.
 
         Raises:
-            RuntimeError: it is gone, or gradients were set; or see :meth:`EarlierMeans.on_begin`.
+            RuntimeError: it was deleted, or the user set ``.grad``; or see
+                :meth:`EarlierMeans.on_begin`.
         """
         if backward.reduction is not None and self._optimizer() is None:
             raise RuntimeError(
@@ -70,14 +71,14 @@ class OwnedMeans(Extension):
     def _refuse_set(self, where: str) -> None:
         """Raise if the user set ``.grad``: the owner could not tell it from a mean."""
         if self._earlier.is_reduced and (found := held(self._of_others(self._parameters.params))):
-            raise LocalError(  # the owner detects nothing
+            raise LocalError(  # local: the owner cannot detect it
                 f"{where}: .grad of {listed([name for name, _ in found])} was set after the last "
                 "reduction, and ZeroRedundancyOptimizer would take it for a mean on its owner: "
                 "pass your gradients to reduce_gradients(), and set .grad to the result"
             )
 
     def on_request(self, reduction: Reduction) -> None:
-        """Leave the means unchanged at a repeated request, as without owners."""
+        """Set the means aside, so that a repeated request leaves them unchanged."""
         self._refuse_set(reduction.where)
         self._earlier.on_request(reduction)
         self._earlier.set_aside(self._earlier.means())

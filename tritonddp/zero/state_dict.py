@@ -104,7 +104,7 @@ def packed(optimizer: Optimizer, state: Callable[[], Mapping[int, Any]]) -> dict
 
 
 def unpacked(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``optimizer`` must load for ``state_dict``. Its hooks run on a copy.
+    """Return ``state_dict`` as changed by the load hooks of ``optimizer``, which get a copy.
 
     Raises:
         ValueError: number or sizes of the parameter groups differ.

@@ -28,7 +28,7 @@ _Named = Sequence[tuple[str, Tensor]]
 
 
 class _Arrival(NamedTuple):
-    """Messages, by rank and number, that have been received or sent once the works are done."""
+    """The works of an exchange, and the messages (rank, index) that are complete after them."""
 
     works: list[Work | MessagesUnderWay]
     ended: list[tuple[int, int]]

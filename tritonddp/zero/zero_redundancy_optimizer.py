@@ -39,18 +39,18 @@ _NO_JOIN = (
     "in its steps. Use a plain optimizer inside join()"
 )
 _WRAP = "wrap the module with tritonddp.DistributedDataParallel before creating the optimizer"
-# Optimizer hooks of torch, installed with the first optimizer with owners.
+# Step hook of all optimizers, registered with the first ZeroRedundancyOptimizer.
 _hooks: list[Any] = []
 
 
 class ZeroRedundancyOptimizer(Optimizer):
-    """Steps each parameter on one rank, its *owner*: each rank holds ``1/W`` of optimizer state.
+    """Steps each parameter on one rank, its *owner*, so that each holds ``1/W`` of the state.
 
     A drop-in for :class:`torch.distributed.optim.ZeroRedundancyOptimizer`, for the parameters of a
     module wrapped in :class:`tritonddp.DistributedDataParallel`. The wrapper reduces each gradient
     to its owner instead of to all ranks. A step therefore sends as many bytes as without sharding:
-    half of an all-reduce for gradients, and as much for the new parameter values. (ZeRO,
-    Rajbhandari et al., 2019, arXiv 1910.02054, stages 1 and 2, with whole tensors.)
+    half of an all-reduce for gradients, and as much for the new parameter values. This is ZeRO
+    (Rajbhandari et al., 2019, arXiv 1910.02054), stages 1 and 2, with whole tensors.
 
     The owner holds the whole parameter, so that optimizers that work on matrices are supported. On
     other ranks, ``.grad`` is ``None`` after a reduced backward.
@@ -347,7 +347,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     def _add_owners(self) -> None:
         """Assign owners to parameters without one.
 
-        Parameters of an earlier optimizer keep their owners, which alone hold their gradients.
+        Parameters of an earlier optimizer keep their owners, since only these hold the gradients.
 
         Raises:
             ValueError: the earlier optimizer has other parameters with gradients left to step.
@@ -414,12 +414,12 @@ class ZeroRedundancyOptimizer(Optimizer):
         return first is None or _latest([first]) is self._state
 
     def owns_any(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of ``tensors`` is the gradient of an owned parameter."""
+        """Return True if one of ``tensors`` is the gradient of a parameter of this optimizer."""
         grads = {id(param.grad) for param in self._owners if param.grad is not None}
         return any(id(each) in grads for each in tensors)
 
     def has_any(self, params: Iterable[Tensor]) -> bool:
-        """Whether any rank owns one of ``params``."""
+        """Return True if one of ``params`` belongs to this optimizer, on any rank."""
         return not self._owners.keys().isdisjoint(params)
 
     def look_at(self, other: Optimizer) -> None:
@@ -465,7 +465,10 @@ class ZeroRedundancyOptimizer(Optimizer):
         return norms[0][is_there].to(reduce(torch.promote_types, dtypes))
 
     def combine_overflow(self, found: dict[Any, Tensor], default: Tensor) -> dict[Any, Tensor]:
-        """Return whether any owner has a nonfinite gradient, by device; identical on all ranks."""
+        """Return ``found`` combined over the ranks: nonzero if any owner's gradient is not finite.
+
+        See :func:`~tritonddp._torch.agree_on_overflow`.
+        """
         if not found:  # this rank owns no gradient
             found = {default.device: default}
         self._group.recover()

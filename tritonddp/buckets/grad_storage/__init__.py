@@ -1,1 +1,1 @@
-"""WHERE the gradients of a bucket are stored: copied, views of the buffer, in place, or rows."""
+"""Storage of a bucket's gradients: separate tensors, views of the buffer, or sparse rows."""

@@ -110,8 +110,8 @@ class GradStorage:
         if not earlier:
             sources = [grad if flag else None for grad, flag in zip(sources, used, strict=True)]
         header = b"" if flat.is_part else header + bucket.places
-        # The kernels of the CPU take any strides, and raise if a gradient does not fit. Then the
-        # check below raises an error with its name. Torch checks the dtype of a new .grad.
+        # The kernels of the CPU take any strides, and raise if a gradient does not fit. Then
+        # all_to_slot_layout() raises an error that names it. Torch checks the dtype of a new .grad.
         try:
             kernels.flatten(flat, sources, used, scale, header)
             if not views:

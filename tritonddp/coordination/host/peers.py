@@ -6,9 +6,9 @@ connections close. A duplicate message is harmless: if one buffer is full, a mes
 peers again. After Ctrl-C in a wait, a rank exchanges no more messages, see
 :meth:`Group.refuse_further_use`.
 
-A message consists of five numbers: kind, wrapper or :data:`ANY`, a detail, a count, another detail.
-The meaning of the details depends on the kind. The count increases with each message of a kind and
-wrapper.
+A message consists of five numbers: its kind, a wrapper or :data:`ANY`, a bucket, a sequence number,
+and a number of bytes. Some kinds use the third or the last number for another detail. The sequence
+number increases with each message of a kind and wrapper.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ SHOWN, SEEN, MAPPED = range(3, 6)
 # With a descriptor of memory: for buckets, sent by each rank; for buffers, sent by the source.
 HANDED, LENT = range(6, 8)
 
-# Replaces a wrapper's number: the bucket uses the process group; or any wrapper.
+# In place of a wrapper's number: any wrapper, or a bucket that uses the process group.
 ANY = 2**32 - 1
 
-# Kind, wrapper, bucket or another number, number of the message, bytes.
+# Kind, wrapper, bucket, sequence number, bytes.
 MESSAGE = struct.Struct("<IIIQQ")
 # Arguments of recvmsg, for map(): a message, room for one descriptor, and its close-on-exec flag.
 # Windows has no CMSG_SPACE, and none of these connections.

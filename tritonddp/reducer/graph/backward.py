@@ -81,10 +81,10 @@ class Forwards:
 
     Attributes:
         counts_any_call: the module is replicated in place: see :meth:`count_any_call`.
-        seq: number of the last forward whose outputs can be reduced; 0 before the first.
+        seq: number of the last forward with gradients; 0 before the first.
         was_local: the last forward ran inside ``no_sync``, and has had no backward yet.
-        by_call: the last reduced backward had reached no output when it began, and no forward
-            had armed it; only :meth:`count_any_call` made it a reduced one.
+        by_call: the last backward had reached no output when it began, and no forward had armed
+            it. If it is reduced, only :meth:`count_any_call` made it so.
         was_armed: how many forwards had armed the last reduced backward.
         ended_inside: ID of the :func:`~tritonddp.reducer.graph.participation.outer_call` of the
             backward inside which the reduction of the last forward ended; 0 if there is none.
@@ -162,7 +162,7 @@ class Forwards:
         was_reached, forward.reached = forward.reached, True
         if was_reached:
             return AGAIN
-        # The backward of an older forward may not have gone through its outputs, for example.
+        # For example, an earlier backward may have bypassed the outputs of its forward.
         return FORWARD if forward.reductions == reductions else ELSEWHERE
 
     def end_inside(self, outer_call: int) -> None:
@@ -326,9 +326,9 @@ class Backward:
         self.may_be_reduced, self.forward = False, forward
 
     def ends(self, driver: Ending, broke_off: Callable[[object], None]) -> None:
-        """Wait for the launched buckets after all wrappers in this backward have ended.
+        """Schedule the wait for the launched buckets, after all wrappers in this backward ended.
 
-        ``broke_off`` is called if that fails.
+        ``broke_off`` is called if the engine drops that callback.
         """
         reference = _ends.get(self.graph_task)
         ends = None if reference is None else reference()
@@ -364,7 +364,7 @@ class Backward:
         return is_left or self.phase is FAILED
 
     def fail(self) -> None:
-        """Handle a callback that the engine dropped without calling it."""
+        """Record that the engine dropped the callback without calling it: the backward failed."""
         if FAILED in self.phase.following:
             self.moves_to(FAILED)
 
@@ -412,7 +412,7 @@ class EndsOfBackward:
             failure = _shared_views([driver for driver, _ in waiting])
         while waiting:
             driver, backward = waiting.pop(0)  # after Ctrl-C the rest is recovered later
-            backward.callback = None  # this object, which was called and not dropped
+            backward.callback = None  # refers to this object, which the engine did call
             try:
                 driver.finalize_backward()
             except Exception as error:
@@ -495,7 +495,7 @@ def call_back(reference: weakref.ref[Any], forward: Forward | None, _: Tensor) -
         listener.on_backward(forward)
 
 
-# Types of values that hold no other values, and of containers that C code looks into.
+# Types of values that hold no other values, and of containers whose values C code returns.
 _NUMBERS = frozenset({NoneType, bool, bytes, complex, float, int, str})
 _LEAVES = _NUMBERS | {type, Tensor}
 _PLAIN = frozenset({dict, list, tuple, set, frozenset})

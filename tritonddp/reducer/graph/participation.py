@@ -141,7 +141,7 @@ def accumulates() -> bool:
 def outer_call(is_on_gpu: bool) -> int:
     """Return the ID of the outermost backward call on this thread; 0 if it is the running one.
 
-    The two differ inside a reentrant checkpoint, or inside another function with an inner backward.
+    They differ inside a reentrant checkpoint, or inside another function with an inner backward.
     On a GPU the device thread runs hooks, and the outermost call is on another thread.
     """
     calls, outermost, frame = int(is_on_gpu), 0, cast("FrameType | None", _getframe())

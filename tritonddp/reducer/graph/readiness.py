@@ -60,8 +60,9 @@ class GradientLog:
         entries: the parameters.
         set_hook: switches the hook to one of the next three states. Held here, because the hook
             may be replaced while it runs.
-        idle, writing: call the driver; append to the entries.
-        hearing: append to the entries, and note the stream of the gradient.
+        idle: state in which the hook calls the driver.
+        writing: state in which it appends to the entries.
+        hearing: state in which it also notes the stream of the gradient.
         streams: on a GPU, the known streams of the autograd nodes. A node runs on the stream
             that was current when it was created, by this package or earlier by other code that
             still holds it.
@@ -93,7 +94,7 @@ class GradientLog:
         self.remove.atexit = False
 
     def note(self, param: Tensor) -> None:
-        """Record that the gradient of ``param`` is ready, when its hook was idle."""
+        """Record that the gradient of ``param`` is ready, because its hook was still idle."""
         if param in self.unheard:
             _gradient_on_stream(self.entries, self.streams, self.other_streams, self.unheard, param)
         else:
@@ -113,11 +114,11 @@ class ReadyTracker:
     """Track which gradients of a backward are ready, and call back when a segment is full.
 
     In a steady step no Python runs for a gradient: see :class:`GradientLog`. In each segment, the
-    parameter whose gradient is ready last also has an *end hook* in Python, on its autograd node.
-    The engine runs it after all hooks of the user on the parameter. It compares the log with the
-    log of the last backward, in C. If they differ, it looks for missing gradients of the segment.
-    If there are any, one missing parameter gets an end hook, and the segment waits for it. If the
-    order changes in each step, end hooks are therefore added until each parameter has one.
+    parameter whose gradient is expected last has also an *end hook* in Python, on its node.
+    The engine runs it after all hooks of the user on the parameter. The end hook compares the log
+    with the log of the last backward, in C. If they differ, it looks for missing gradients of the
+    segment. If there are any, one of their parameters gets an end hook, and the segment waits for
+    it. If the order changes in each step, end hooks are added until each parameter has one.
 
     Args:
         bucket_set: buckets of the parameters; the parameters of a segment are adjacent. Ready
@@ -264,11 +265,11 @@ class ReadyTracker:
         self._made_for = expected, awaited
 
     def look(self, segment: int) -> bool:
-        """Return True if all awaited gradients of this segment are ready. One caller at a time.
+        """Return True if all expected gradients of this segment are ready. One caller at a time.
 
-        Otherwise wait for a pending gradient: at first for the one with the highest index, since
-        parameters are numbered in the order of an earlier backward, later for the one in the
-        middle. So even an unrelated order takes few calls.
+        Otherwise add an end hook for one of the pending gradients. The first time, this is the one
+        with the highest index, since parameters are numbered in the order of an earlier backward.
+        Later, it is the one in the middle, so that even an unrelated order takes few calls.
         """
         is_first, expected, ready = not self._seen, self._use.expected, self._use.ready
         if is_first:
@@ -350,7 +351,7 @@ class ReadyTracker:
 
 
 class WatchedParameters:
-    """Parameters in no bucket, whose gradients report a backward that reaches nothing else.
+    """Parameters in no bucket, whose hooks report a backward that reaches no other parameter.
 
     ``reference`` is a weak reference to the :class:`Listener` that is called.
     """
