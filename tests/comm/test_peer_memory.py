@@ -370,7 +370,7 @@ def a_pair() -> Iterator[tuple[Any, Any, socket.socket]]:
     """A wait point of rank 0, its connection to rank 1, and the other end of that."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     group = mock.MagicMock(size=2, rank=0)
-    found = peers.Peers(group, connect.Neighbours({1: one}, Hosts.of([[0, 1]], 0)), mock.Mock())
+    found = peers.Peers(group, connect.Neighbors({1: one}, Hosts.of([[0, 1]], 0)), mock.Mock())
     yield peers.WaitPoint(1, found), found.others[0], other
     found.close()
     other.close()

@@ -243,7 +243,7 @@ class _GroupWatch:
         self._exchange: threading.Thread | None = None
         self._asked = 0.0  # when the exchange began
         self._answer: tuple[float, list[str] | None] = 0.0, None  # start of the hang; the result
-        self._neighbours: list[Process] | None = None  # other ranks of this host, once read
+        self._neighbors: list[Process] | None = None  # other ranks of this host, once read
         self._has_lost = False  # a neighbor had ended at the last check
 
     def add(self, wrapper: Any) -> None:
@@ -332,21 +332,21 @@ class _GroupWatch:
         Usually, its connections have closed, but a process that it forked may hold them open. Wait
         for two checks, so that the last bytes that it sent have arrived.
         """
-        if self._neighbours is None:
-            self._neighbours = []
-            thread = threading.Thread(target=self._find_neighbours, name=_THREAD, daemon=True)
+        if self._neighbors is None:
+            self._neighbors = []
+            thread = threading.Thread(target=self._find_neighbors, name=_THREAD, daemon=True)
             thread.start()
             thread.join(1.0)
-        has_lost = any(each.state == "ended" for each in self._neighbours)
+        has_lost = any(each.state == "ended" for each in self._neighbors)
         if has_lost and self._has_lost:
             close_connections(self.group.process_group)
         self._has_lost = has_lost
 
-    def _find_neighbours(self) -> None:
+    def _find_neighbors(self) -> None:
         with contextlib.suppress(Exception):  # for example, a group written in Python has no store
             keys = {rank: key_of(rank) for rank in range(self.group.size)}
             texts = read_all(own_connection(self.group.process_group), keys).values()
-            self._neighbours = [each for each in map(Process.parse, texts) if each and each.state]
+            self._neighbors = [each for each in map(Process.parse, texts) if each and each.state]
 
     def _ask(self, own: Post) -> list[str] | None:
         """Exchange posts in a thread that continues if the store is slow; wait only briefly."""

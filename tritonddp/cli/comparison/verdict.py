@@ -40,6 +40,7 @@ class Launch:
     first: float
     second: float
     error: float = 0.0  # standard error of the logarithm of their ratio within the launch
+    freedom: int = 0  # degrees of freedom of this error
 
     @classmethod
     def of(cls, first: Sequence[float], second: Sequence[float]) -> Launch:
@@ -53,8 +54,10 @@ class Launch:
         kept = pairs[cut : len(pairs) - cut]
         logarithms = [math.log(b / a) for a, b in kept]
         winsorised = logarithms[:1] * cut + logarithms + logarithms[-1:] * cut
-        error = stdev(winsorised) * math.sqrt(len(pairs)) / len(kept)
-        return cls(geometric_mean(a for a, _ in kept), geometric_mean(b for _, b in kept), error)
+        freedom = len(kept) - 1
+        error = stdev(winsorised) * math.sqrt((len(pairs) - 1) / (len(kept) * freedom))
+        first, second = zip(*kept, strict=True)
+        return cls(geometric_mean(first), geometric_mean(second), error, freedom)
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,9 @@ class Ratio:
             spread = math.inf
         if count > 1:
             spread = max(spread, stdev(math.log(each.second / each.first) for each in launches))
-        # A single launch uses the last quantile. An exponent beyond 99 would not fit a float.
-        quantile = _QUANTILES[min(count - 2, 9) if count > 1 else 9]
+        freedom = count - 1 if count > 1 else launches[0].freedom
+        quantile = _QUANTILES[min(freedom, len(_QUANTILES)) - 1]
+        # An exponent beyond 99 would not fit a float.
         factor = math.exp(min(99, quantile * spread / math.sqrt(count)))
         return cls(first, second, second / first / factor, second / first * factor, count)
 

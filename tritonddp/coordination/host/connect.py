@@ -42,14 +42,14 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Neighbours:
+class Neighbors:
     """The other ranks of this host, connected."""
 
     connections: dict[int, socket.socket]  # one SOCK_SEQPACKET socket per rank
     hosts: Hosts
 
 
-def connect(group: Group, refusal: str = "") -> Neighbours | Refusal:
+def connect(group: Group, refusal: str = "") -> Neighbors | Refusal:
     """Connect the ranks of each host of ``group``. Collective: all ranks must call it.
 
     Args:
@@ -101,7 +101,7 @@ def connect(group: Group, refusal: str = "") -> Neighbours | Refusal:
         for connection in found.values():
             connection.close()
         return Refusal(reason, is_failure=True)
-    return Neighbours(found, Hosts.of(hosts.values(), group.rank))
+    return Neighbors(found, Hosts.of(hosts.values(), group.rank))
 
 
 def first_failure(failure: str, group: Group) -> str:

@@ -27,7 +27,7 @@ import torch
 
 from tritonddp._torch import timeout_of
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.host.connect import Neighbours
+from tritonddp.coordination.host.connect import Neighbors
 from tritonddp.coordination.host.memory import Memory
 
 # Kinds of messages. About a sum in memory: the rank has packed its part; its share of the sum is
@@ -163,7 +163,7 @@ class Peers:
         background: other work to do while this rank waits.
     """
 
-    def __init__(self, group: Group, found: Neighbours, background: Background) -> None:
+    def __init__(self, group: Group, found: Neighbors, background: Background) -> None:
         self.hosts = found.hosts
         self.has_line = len(found.hosts.ranks) > 1
         # The connections, in rank order.
