@@ -329,7 +329,7 @@ class Launches:
             self._most = counted  # skip what follows, for example an evaluation, from now on
         if not are_right and not are_alike:
             return pair
-        return replace(pair, time=Launch(*_means(pair, counted)), counted=counted)
+        return replace(pair, time=_time(pair, counted), counted=counted)
 
     def _alone(self, label: str) -> Played:
         """Run a launch of one contender until it ends, or for as many steps as the first one."""
@@ -451,8 +451,11 @@ def _needed_patience(first: Outcome, second: Outcome) -> float:
     return 0.0
 
 
-def _means(pair: Pair, counted: int) -> Iterator[float]:
+def _time(pair: Pair, counted: int) -> Launch:
     """Return the seconds per step of both contenders, without warm-up steps."""
     skipped = min(WARMUP, counted // 2)
-    for played in (pair.first, pair.second):
-        yield max(fmean(steps[skipped:counted]) for steps in played.steps.values())
+    first, second = (
+        max(fmean(steps[skipped:counted]) for steps in played.steps.values())
+        for played in (pair.first, pair.second)
+    )
+    return Launch(first, second)
