@@ -115,7 +115,7 @@ class Mixed(nn.Module):
         self.conv = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)
         self.left = nn.Conv2d(4, 3, 2).to(memory_format=torch.channels_last)
         self.right = nn.Conv2d(4, 3, 2)
-        self.rotation = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.rotation = nn.Parameter(torch.randn(2, 3, dtype=torch.complex64).t())
         self.scalar = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
         self.never = nn.Linear(2, 2)
 
@@ -123,7 +123,7 @@ class Mixed(nn.Module):
         x = self.conv(x)
         out = x.mean((1, 2, 3)) * self.scalar
         for layer in (self.left, self.right):
-            out = out + (layer(x).mean((2, 3)) * self.rotation).abs().sum(1)
+            out = out + (layer(x).mean((2, 3)) * self.rotation.sum(1)).abs().sum(1)
         return out.square().mean()
 
 

@@ -11,7 +11,7 @@ from distributed import ranks
 from modules import TiedTable
 from oracle import assert_mean, mean_over_ranks, one_per_rank, play
 from torch import Tensor, nn
-from training import assert_close, counted, train_step, wrap
+from training import assert_close, breaking_off, counted, train_step, wrap
 
 from tritonddp import DistributedDataParallel
 from tritonddp.comm import sparse
@@ -186,3 +186,14 @@ def test_a_sparse_gradient_of_a_layer_that_was_dense_is_named(view: bool) -> Non
 def test_layers_that_are_sparse_on_some_ranks_only_are_an_error_at_wrapping(rank: int) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)sparse gradients.*rank 1"):
         DistributedDataParallel(nn.Embedding(ROWS, 3, sparse=rank == 0))
+
+
+@ranks(2, views=True)
+def test_a_failed_backward_gives_nan_to_the_others(rank: int, view: bool) -> None:
+    module = Tables()
+    ddp = wrap(module, view, bucket_cap_mb=1e-4)
+    for step in range(3):
+        ddp.zero_grad()
+        with breaking_off(module.late.weight, step == 1 and rank == 1):
+            ddp(2 + rank).backward()
+        assert rank or module.words.weight.grad.coalesce().values().isnan().all() == (step == 1)

@@ -188,6 +188,22 @@ def test_bytes_that_a_host_sends(per_host: int) -> None:
             assert expected <= of_host < 1.02 * expected, name
 
 
+@ranks(4)
+def test_one_more_backward_on_some_ranks_is_an_error_on_all_ranks(rank: int) -> None:
+    with on_hosts(PER_HOST):
+        ddp = wrapped(Net(), compression="int8")
+        for step in range(2):
+            loss_of(ddp, step).backward()
+        loss = loss_of(ddp, 2)
+        loss.backward(retain_graph=True)
+        if rank < 2:
+            loss = loss_of(ddp, 3)
+        with pytest.raises(RuntimeError, match="rank 3: another backward"):
+            loss.backward()
+        loss_of(ddp, 4).backward()
+        assert_gradients_alike(ddp)
+
+
 # Error feedback
 
 

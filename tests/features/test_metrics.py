@@ -10,6 +10,7 @@ from clock import time_of_test
 from distributed import gather, ranks
 from modules import mlp
 from torch import nn
+from training import breaking_off
 
 from tritonddp import DistributedDataParallel
 from tritonddp.features.metrics import EVERY, NAMES
@@ -78,3 +79,24 @@ def test_accumulated_backwards_belong_to_the_step_that_reduces_them() -> None:
     assert found["step"] == 2 * EVERY + 1
     for part in PARTS:
         assert found[f"{part}_ms"] == pytest.approx(4 * 40, rel=1e-3)
+
+
+@ranks(1)
+def test_a_single_rank_has_its_local_times() -> None:
+    with pytest.raises(RuntimeError, match=r"rank \d: metrics\(\) requires metrics=True"):
+        DistributedDataParallel(net()).metrics()
+    found = train(DistributedDataParallel(net(), metrics=True), EVERY)[-1]
+    assert found["slowest_rank"] == 0
+
+
+@ranks(2)
+def test_a_failed_backward_does_not_count_as_a_step(rank: int) -> None:
+    """The other rank gathers times in that step. The next collectives of the ranks match."""
+    ddp = DistributedDataParallel(net(), metrics=True)
+    train(ddp, EVERY - 1)
+    loss = ddp(torch.randn(8, 30)).sum()
+    with breaking_off(ddp.module[2].weight, rank == 1):
+        loss.backward()
+    found = train(ddp, EVERY + 1)[-1]
+    assert found["step"] == 2 * EVERY + 1
+    assert gather(found) == [found] * 2

@@ -119,6 +119,20 @@ def test_accumulated_in_full_precision(view: bool) -> None:
         ddp.zero_grad()
 
 
+@ranks(2)
+def test_ignored_parameters_and_buffers_keep_their_dtype() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    module._ddp_params_and_buffers_to_ignore = ["1.weight", "1.bias", "1.running_mean"]  # type: ignore[assignment]
+    config = _MixedPrecision(torch.bfloat16, None, torch.bfloat16)
+    ddp = DistributedDataParallel(module, mixed_precision=config)
+    seen = []
+    module[1].forward = lambda x: seen.append([p.dtype for p in module.parameters()]) or x  # type: ignore
+    ddp(torch.ones(2, 4))
+    assert seen == [[torch.bfloat16] * 2 + [torch.float32] * 2]
+    assert module[1].running_mean.dtype == torch.float32
+    assert module[1].running_var.dtype == torch.bfloat16
+
+
 class Blocks(nn.Sequential):
     """Layers, each in a checkpoint; or without checkpoints, if ``options`` is None."""
 

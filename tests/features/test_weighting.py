@@ -63,6 +63,17 @@ def test_backwards_that_do_not_fit_a_window_are_refused_until_it_is_dropped() ->
         ddp.zero_grad()
         backward(ddp)
         assert_gradients_alike(ddp)
+        with ddp.no_sync():
+            backward(ddp, weight=1)
+        ddp.zero_grad()
+        backward(ddp)  # has no weight
+
+
+@ranks(2)
+def test_a_local_weighted_backward_must_start_at_the_outputs() -> None:
+    ddp = wrap(net())
+    with ddp.weighted(1), ddp.no_sync(), pytest.raises(RuntimeError, match="at the outputs of"):
+        ddp.module[0].weight.sum().backward()
 
 
 @ranks(2, views=True)
