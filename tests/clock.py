@@ -1,4 +1,4 @@
-"""A clock for tests of what is measured: time passes only where a rank sleeps."""
+"""A clock for tests of measured times: time passes only when a rank sleeps."""
 
 import contextlib
 import random
@@ -11,10 +11,9 @@ from tritonddp import _device
 
 
 class Clock:
-    """Stands in for the module ``time``: its counter moves only where a rank sleeps.
+    """Replaces the module ``time``, so that measured times do not depend on the machine's load.
 
-    So the measured times are those of the test, however busy the machine is. No two steps take
-    exactly as long, so that a test can tell one from the next.
+    Each sleep takes slightly longer than requested, so that a test can distinguish steps.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What holds for all tests: interpreted kernels, and which cases of a test are quick."""
+"""Settings of all tests: interpreted kernels, and marks."""
 
 import os
 import zlib
@@ -9,9 +9,9 @@ import pytest
 # Tests that several modules import.
 pytest.register_assert_rewrite("against_twins")
 
-# A number: of the tests marked ``long`` one of SHARE is played, another one for the next number.
+# This variable is a number that selects one of SHARE parts of the ``long`` tests.
 LONG, SHARE = "TRITONDDP_LONG", 10
-# Marks of the tests that `make test` does not play.
+# Marks of the tests that `make test` does not run.
 ELSEWHERE = ("long", "thorough", "clients", "gpu")
 
 
@@ -29,10 +29,9 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not want
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test one is quick, chosen by the test's name, and the others ``long``.
+    """Mark all cases of a test as ``long`` except one, or except those marked ``quick``.
 
-    Or those that are marked ``quick``, if there are any.
-    Of a test that is marked ``sampled(n, k)`` all but the first ``k`` of each ``n`` cases are
+    If a test is marked ``sampled(n, k)``, mark all but the first ``k`` of each ``n`` cases as
     ``thorough``.
     """
     cases = defaultdict[str, list[pytest.Item]](list)
@@ -48,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _mark_long(name: str, cases: list[pytest.Item]) -> None:
-    """Mark all cases of this test but the one that is quick."""
+    """Mark all cases of a test except the quick ones."""
     sampled = cases[0].get_closest_marker("sampled")
     every, long = sampled.args if sampled else (1, 1)
     for place, item in enumerate(cases):
@@ -64,11 +63,10 @@ def _mark_long(name: str, cases: list[pytest.Item]) -> None:
 
 
 def _import_interpreted_kernels() -> None:
-    """The Triton kernels of this pytest process run in Triton's interpreter, on CPU tensors.
+    """Let the Triton kernels of this process run in Triton's interpreter, on CPU tensors.
 
-    The variable counts when @triton.jit runs, for Triton's own functions too. So both are imported
-    under it, before any test module is, and it is taken back: processes that other tests start
-    want compiled kernels.
+    ``@triton.jit`` reads the variable. So import Triton and all kernels before any test module, and
+    restore the variable for the processes that tests start.
     """
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"

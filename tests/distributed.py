@@ -2,11 +2,11 @@
 
     @ranks(2)
     def test_something() -> None:
-        dist.all_reduce(...)  # the body runs on every rank, in a gloo group of its own
+        dist.all_reduce(...)  # the body runs on every rank, in a new gloo group
 
-Starting a process takes seconds, so processes are kept between tests; those of a test that failed
-or ran out of time are killed and replaced. What pytest shows is the traceback of the rank that
-failed first, or for a test that hangs the stacks of all ranks.
+Starting a process takes seconds, so processes are kept between tests. After a failure or a timeout
+they are killed and replaced. pytest shows the traceback of the rank that failed first, or the
+stacks of all ranks if a test hangs.
 """
 
 from __future__ import annotations
@@ -45,27 +45,25 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.base.ranks import on_one_card
 
-_FINE = ("returned", "skipped")  # what a rank answers that has not failed
+_FINE = ("returned", "skipped")  # the answers of a rank that has not failed
 RAN_TOO_LONG = "ran longer than"  # in the failure of a test that hangs
-# Once one rank has failed, the others have this long to end by themselves.
-_GRACE = 1.0
-_TEST = "PYTEST_CURRENT_TEST"  # the variable in which pytest says what runs
+_GRACE = 1.0  # seconds for the other ranks to end, once one rank has failed
+_TEST = "PYTEST_CURRENT_TEST"  # pytest sets this variable to the running test
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-# Only what hangs takes as long, to start and to run a test: the machine may be a busy one.
-_START = 240.0
-_TIMEOUT = 120.0
+# Limits for starting a process and running a test, in seconds, on a busy machine.
+_START, _TIMEOUT = 240.0, 120.0
 
 
 def ranks(
     *world_sizes: int, views: bool = False, timeout: float = _TIMEOUT, interprets: bool = False
 ) -> Callable[[Any], Any]:
-    """Decorator: run the body of a test on this many ranks (once for each number given).
+    """Decorator: run the body of a test on this many ranks, once for each of ``world_sizes``.
 
-    If the test has an argument ``rank``, that is the number of the rank.
+    The argument ``rank`` of the test, if any, is the number of the rank.
 
     Args:
-        views: once with gradients that are copies, once with views of buckets: the test's ``view``.
-        timeout: seconds after which the test has failed.
+        views: run twice. The argument ``view`` of the test says if gradients are bucket views.
+        timeout: seconds after which the test fails.
         interprets: see :func:`run_ranks`.
     """
 
@@ -101,17 +99,16 @@ def run_ranks(
     keeps_group: bool = False,
     interprets: bool = False,
 ) -> list[Any]:
-    """Call ``function(*args)`` in ``world_size`` processes and return what each rank returns.
+    """Call ``function(*args)`` in ``world_size`` processes and return the results of the ranks.
 
-    Everything must be picklable; ``function`` by its name. Each process is a rank of a group of
-    ``backend``, runs torch on one thread and is seeded alike; over NCCL its current device is the
-    one of its rank. A rank that raises, dies or takes longer than ``timeout`` seconds fails the
-    test.
+    Arguments and results must be picklable. Each process is a rank of a group of ``backend``, runs
+    torch on one thread and has the same seed. The test fails if a rank raises, dies or takes longer
+    than ``timeout`` seconds.
 
     Args:
-        keeps_group: the group is the one of the last call, if that kept it and was alike: to make
-            one over NCCL takes a second. Else it is a fresh one.
-        interprets: the processes run Triton's kernels in its interpreter.
+        keeps_group: reuse the group of the last call if possible, because creating one over NCCL
+            takes a second.
+        interprets: the processes run Triton kernels in Triton's interpreter.
     """
     workers = _pool(world_size, interprets)
     kind = (backend, timeout)
@@ -134,29 +131,29 @@ def run_ranks(
             pytest.skip(answers[0][1])
         return [answers[rank][1] for rank in range(world_size)]
     report = _report(workers, answers, silent, timeout)
-    for worker in workers:  # their state, and that of the group, is unknown
+    for worker in workers:  # the state of the processes and of their group is unknown
         worker.kill()
     pytest.fail(report, pytrace=False)
 
 
 class _Kept(NamedTuple):
-    """A group that processes stay members of between tests."""
+    """A group that processes keep between tests."""
 
     kind: Any
     workers: list[_Worker]
     folder: tempfile.TemporaryDirectory[str]
 
 
-_kept: list[_Kept] = []  # one at most
+_kept: list[_Kept] = []  # at most one
 _LEAVE = 10.0  # seconds for all ranks to leave a group
 
 
 def _leave_group() -> None:
-    """All processes that have kept a group leave it, together, or end."""
+    """Let all processes leave the kept group together, or kill them."""
     while _kept:
         _, members, folder = _kept.pop()
         answers = {}
-        if all(worker in _workers for worker in members):  # or NCCL would wait for who is not there
+        if all(worker in _workers for worker in members):  # else NCCL would wait
             for worker in members:
                 worker.send(None)
             answers, _ = _collect(members, _LEAVE)
@@ -169,7 +166,7 @@ def _leave_group() -> None:
 def _collect(
     workers: Sequence[_Worker], timeout: float
 ) -> tuple[dict[int, tuple[str, Any]], list[int]]:
-    """The answers in the order in which they came, and the ranks that gave none in time."""
+    """Return the answers in the order of their arrival, and the ranks that timed out."""
     answers: dict[int, tuple[str, Any]] = {}
     waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
     deadline = time.monotonic() + timeout
@@ -203,16 +200,16 @@ def _report(
     return "\n".join(parts)
 
 
-# The processes, as the test sees them.
+# The processes, on the side of pytest
 
 
 class _Worker:
-    """One process, in a process group of its own."""
+    """One process, the leader of its own POSIX process group."""
 
     def __init__(self, interprets: bool = False) -> None:
         self.interprets = interprets
         self.connection, theirs = Pipe()
-        # Both ends close when their owner dies, however it dies: neither outlives the other.
+        # An end closes when its owner dies. The other process then ends too.
         self.log = tempfile.TemporaryFile()  # noqa: SIM115  it is closed in kill()
         self.process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
@@ -226,7 +223,7 @@ class _Worker:
                 **({"TRITON_INTERPRET": "1"} if interprets else {}),
                 "OMP_NUM_THREADS": "1",
                 "MKL_NUM_THREADS": "1",
-                # A wrapper that a test has kept would be watched, and log, in later ones.
+                # A wrapper that a test has kept would log in later tests.
                 "TRITONDDP_HANG_SECONDS": "0",
             },
             start_new_session=True,
@@ -246,7 +243,7 @@ class _Worker:
     def send(self, *job: Any) -> None:
         self.log.seek(0)
         self.log.truncate()
-        with contextlib.suppress(OSError):  # it has died: receive() tells
+        with contextlib.suppress(OSError):  # receive() reports a dead process
             self.connection.send(job)
 
     def receive(self) -> tuple[str, Any]:
@@ -258,7 +255,7 @@ class _Worker:
             return "died", f"exit status {self.process.returncode}\n{self.output()}"
 
     def stacks(self) -> str:
-        """Where all threads are now, by faulthandler, behind what the process printed."""
+        """Return the output of the process, followed by the stacks of all threads."""
         with contextlib.suppress(OSError):
             self.process.send_signal(signal.SIGUSR1)
         before, deadline = None, time.monotonic() + 2
@@ -277,7 +274,7 @@ class _Worker:
         return self.log.read().decode(errors="replace")
 
     def kill(self) -> None:
-        """End the process and all that it started."""
+        """Kill the process and its children."""
         with contextlib.suppress(OSError):
             if self.process.returncode is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -289,7 +286,7 @@ class _Worker:
 
 
 _workers: list[_Worker] = []
-_numbers = itertools.count()  # a process that replaces another takes none that is still in use
+_numbers = itertools.count()  # of all processes, also of those that are replaced
 
 
 def _pool(size: int, interprets: bool) -> list[_Worker]:
@@ -306,9 +303,9 @@ def _pool(size: int, interprets: bool) -> list[_Worker]:
 
 @atexit.register
 def stop_all() -> None:
-    """End the processes; later tests start new ones."""
+    """End the processes. Later tests start new ones."""
     for worker in _workers:
-        worker.connection.close()  # it ends by itself then, and a measurement of coverage is saved
+        worker.connection.close()  # the process ends by itself, and saves its coverage data
     for worker in list(_workers):
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.process.wait(10 * _GRACE)
@@ -316,11 +313,11 @@ def stop_all() -> None:
     _leave_group()
 
 
-# The processes from inside.
+# The processes, on the side of the ranks
 
 
 def call_body(name: tuple[str, str], arguments: dict[str, Any]) -> None:
-    """The body of a test that is decorated with :func:`ranks`."""
+    """Call the body of a test that is decorated with :func:`ranks`."""
     test = inspect.unwrap(getattr(importlib.import_module(name[0]), name[1]))
     if "rank" in inspect.signature(test).parameters:
         arguments["rank"] = dist.get_rank()
@@ -329,19 +326,18 @@ def call_body(name: tuple[str, str], arguments: dict[str, Any]) -> None:
 
 def _serve(descriptor: int) -> None:
     if sys.platform == "linux":
-        # The end of the connection ends this process too, but a device that hangs may hold the
-        # interpreter's lock: then the kernel ends it, when the test process has gone.
+        # A device that hangs may hold the interpreter's lock. So let the kernel kill this process
+        # when pytest has ended.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = Connection(descriptor)
     sys.path[:] = connection.recv()
-    # The output is the log of this process, also for faulthandler.
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     torch.set_num_threads(1)
-    import tritonddp  # noqa: F401  while the process starts, not in the time of a test
+    import tritonddp  # noqa: F401  now, and not in the time of a test
 
     gc.collect()
-    gc.freeze()  # the collections between tests look at what the tests made, not at all of torch
+    gc.freeze()  # exclude torch from the collections between tests
     connection.send(("ready", None))
     jobs = _jobs(connection)
     for job in jobs:
@@ -349,7 +345,7 @@ def _serve(descriptor: int) -> None:
 
 
 def _jobs(connection: Connection) -> Iterator[Any]:
-    """Jobs as they come. When the test process has gone, this one ends at once, busy or not."""
+    """Yield jobs. End this process immediately when pytest has ended."""
     import queue
 
     received: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -366,19 +362,18 @@ def _jobs(connection: Connection) -> Iterator[Any]:
         yield received.get()
 
 
-# Until the next one is over: a thread of gloo that still lets go of a hook's callbacks, stock's for
-# example, must not be the last to hold its group (see tritonddp/comm/comm_hook.py).
+# Kept until the next group is destroyed: a thread of gloo that still releases the callbacks of a
+# hook must not hold the last reference to its group (see tritonddp/comm/comm_hook.py).
 _last_group: list[dist.ProcessGroup | None] = []
 
 
 def _modes() -> tuple[Any, ...]:
-    """Of torch in this process, which the next test would inherit, though not on all its ranks."""
+    """Return modes of torch that a later test in this process would inherit."""
+    device = torch.empty(0).device  # get_default_device() may fail in torch 2.8
     return (
         torch._C._len_torch_function_stack(),
         torch._C._len_torch_dispatch_stack(),
-        torch.empty(
-            0
-        ).device,  # get_default_device() fails after a first `with device` in torch 2.8
+        device,
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
@@ -396,7 +391,7 @@ def _run(
     job: bytes = b"",
     test: str = "",
 ) -> bytes:
-    """One job. Without a ``store`` it is to leave the group that the last one has kept."""
+    """Run a job. Without a ``store``, leave the group that the last job has kept."""
     _measure(test)
     try:
         if store is None:
@@ -413,18 +408,18 @@ def _run(
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout),
-                device_id=device,  # connects now, where what goes wrong is easy to read
+                device_id=device,  # connect now, so that errors are easy to read
             )
         torch.manual_seed(0)
         function, args = pickle.loads(job)
         modes = _modes()
         try:
             answer = pickle.dumps(("returned", function(*args)))
-        except pytest.skip.Exception as skip:  # on all ranks; its own exception is not pickled
+        except pytest.skip.Exception as skip:  # on all ranks; it cannot be pickled
             answer = pickle.dumps(("skipped", str(skip)))
-        assert _modes() == modes, "torch's modes are not as before the test: it must restore them"
+        assert _modes() == modes, "the test has changed modes of torch: restore them"
         gc.collect()
-        gc.freeze()  # what is left is modules that the test imported, and caches
+        gc.freeze()  # imported modules, and caches
         if not keeps_group:
             _leave()
         return answer
@@ -433,7 +428,7 @@ def _run(
 
 
 def _measure(test: str) -> None:
-    """What runs now belongs to this test, see ``project/measured.py``."""
+    """Attribute the coverage data to this test, see ``project/measured.py``."""
     os.environ[_TEST] = test
     current = sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
     if current is not None:
@@ -445,23 +440,23 @@ def _leave() -> None:
     dist.destroy_process_group()
 
 
-# What several tests need on a rank.
+# Helpers for tests on ranks
 
 
 def gather(value: Any) -> list[Any]:
-    """The picklable ``value`` of every rank."""
+    """Return the picklable values of all ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def assert_same_bits(actual: Any, expected: Any, what: str = "") -> None:
-    """Of one dtype, shape and content, NaN included.
+    """Dtypes, shapes and contents are equal, including NaN.
 
     Args:
-        actual: a tensor or ``None``; a dictionary of them by name, or an iterable of them.
-        expected: of the same.
-        what: they are; the error says it, and the number or the name of what differs.
+        actual: a tensor or ``None``, or a dictionary or an iterable of such.
+        expected: of the same type.
+        what: begins the error, which names the first difference.
     """
     if isinstance(actual, Mapping):
         assert actual.keys() == expected.keys(), what
@@ -479,7 +474,7 @@ def assert_same_bits(actual: Any, expected: Any, what: str = "") -> None:
 
 
 def assert_same_on_all_ranks(tensors: Sequence[torch.Tensor | None], what: str = "") -> None:
-    """Bit for bit."""
+    """The tensors have the same bits on all ranks."""
     hashes = [None if tensor is None else _hash(tensor) for tensor in tensors]
     for rank, others in enumerate(gather(hashes)):
         differ = [n for n, pair in enumerate(zip(hashes, others, strict=True)) if len({*pair}) > 1]
@@ -487,7 +482,7 @@ def assert_same_on_all_ranks(tensors: Sequence[torch.Tensor | None], what: str =
 
 
 def _hash(tensor: torch.Tensor) -> str:
-    """Of dtype, layout, shape and content."""
+    """Return a hash of dtype, layout, shape and content."""
     kind = f"{tensor.dtype} {tensor.layout} {tuple(tensor.shape)} "
     tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     content = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
@@ -495,15 +490,12 @@ def _hash(tensor: torch.Tensor) -> str:
 
 
 def give_up_after(seconds: float, group: Any) -> None:
-    """From now on a collective of ``group`` in which a rank is that late fails.
-
-    Not from the start on, since on a busy machine a rank may be late that is not to be.
-    """
+    """Set the timeout of the collectives of ``group`` that start from now on."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-# Methods of a process group, whoever calls them, and what the function of torch.distributed is
-# called. Some have other names in other releases.
+# Methods of a process group, and the names of the functions of torch.distributed. Some methods have
+# other names in other releases.
 _COLLECTIVES = {
     "_allgather_base": "all_gather_single",
     "_reduce_scatter_base": "reduce_scatter_tensor",
@@ -527,7 +519,7 @@ _COLLECTIVES = {
 
 
 class Calls(list[tuple[str, torch.Tensor]]):
-    """Collectives as they were called: name, and the first tensor of the first argument."""
+    """The name and the first tensor of each collective."""
 
     started = 0
 
@@ -537,7 +529,7 @@ class Calls(list[tuple[str, torch.Tensor]]):
 
     @property
     def on_the_group(self) -> int:
-        """Collectives that the default group has run, whoever called them, C++ included."""
+        """The number of collectives of the default group, including those that C++ called."""
         return sequence_number() - self.started
 
 
@@ -547,7 +539,7 @@ def sequence_number(group: Any = None) -> int:
 
 
 def in_rings(module: Any, **options: Any) -> Any:
-    """The module wrapped, so that gloo reduces all buckets, also small ones, and in a ring."""
+    """Wrap the module. gloo reduces all buckets in rings, also small buckets."""
     from tritonddp import DistributedDataParallel
     from tritonddp.coordination import group
 
@@ -557,10 +549,10 @@ def in_rings(module: Any, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def recorded_collectives() -> Iterator[Calls]:
-    """Record the collectives that Python asks of process groups; they do what they always do."""
+    """Context: record the collectives that Python calls."""
     calls = Calls()
     calls.started = sequence_number()
-    methods = vars(dist.ProcessGroup)  # as they are there: what getattr() returns binds no self
+    methods = vars(dist.ProcessGroup)  # getattr() would return other objects
     originals = {method: methods[method] for method in _COLLECTIVES if method in methods}
 
     def recorder(method: str) -> Callable[..., Any]:
@@ -584,6 +576,6 @@ def recorded_collectives() -> Iterator[Calls]:
 
 
 if __name__ == "__main__":
-    # Jobs name functions of the module `distributed`: let it be this one.
+    # Jobs name functions of the module `distributed`, which is this one.
     sys.modules["distributed"] = sys.modules["__main__"]
     _serve(int(sys.argv[1]))

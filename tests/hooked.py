@@ -1,4 +1,4 @@
-"""Models in training with a communication hook."""
+"""Models and training for tests of communication hooks."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def net(layers: int = 5, width: int = 16) -> nn.Module:
 def train(
     model: Any, steps: int = 6, optimizer: Any = None, before: Any = None, width: int = 16
 ) -> list[float]:
-    """Losses of a regression, other data on each rank."""
+    """Return the losses of a regression. Each rank has other data."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
     for step in range(steps):
@@ -47,7 +47,7 @@ def power_sgd(model: Any, hook: Any = powerSGD_hook.powerSGD_hook, **options: An
 
 
 def divide_later(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Sees undivided gradients, works on views of them, and returns another tensor."""
+    """A communication hook that overwrites its buffer and returns another tensor."""
     total = bucket.buffer().clone()
     bucket.buffer().fill_(7)
     for gradient in bucket.gradients():

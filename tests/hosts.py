@@ -1,4 +1,4 @@
-"""Ranks on hosts of their own, where this machine can make such (see benchmarks/network)."""
+"""Ranks on emulated hosts, if this machine supports them (see benchmarks/network)."""
 
 import os
 import subprocess
@@ -20,12 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 @contextmanager
 def hosts_or_skip(count: int, rate: float | None = None) -> Iterator[list[namespaces.Host]]:
-    """So many hosts; skips the test where there cannot be any.
-
-    Args:
-        count: of hosts.
-        rate: bits per second that each may send.
-    """
+    """Context: ``count`` hosts, each sending up to ``rate`` bits per second; or skip the test."""
     with ExitStack() as stack:
         try:
             hosts = stack.enter_context(namespaces.network(count, rate))
@@ -37,7 +32,7 @@ def hosts_or_skip(count: int, rate: float | None = None) -> Iterator[list[namesp
 def outputs(
     hosts: Sequence[namespaces.Host], *arguments: str | Path, ranks_per_host: int = 1
 ) -> list[str]:
-    """Run a script as ranks on each host; what each printed, when all have succeeded."""
+    """Run a script on each rank of each host, and return the outputs. All must succeed."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     processes = [
         host.start(
@@ -60,7 +55,7 @@ def outputs(
 
 @contextmanager
 def emulated_hosts(size: int) -> Iterator[None]:
-    """In a rank, context: over NCCL ranks seem to be on hosts of ``size`` ranks each."""
+    """Context: over NCCL this rank is on a host of ``size`` ranks."""
     name = f"host {dist.get_rank() // size}"
     with mock.patch.object(tritonddp.coordination.hosts, "_host", return_value=name):
         yield

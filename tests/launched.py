@@ -1,4 +1,4 @@
-"""Run a script as its user would, under torchrun."""
+"""Run a script under torchrun."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ def run(
     timeout: float = 400,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script under torchrun (without it if ``nproc`` is None); nothing outlives the call."""
+    """Run a script under torchrun, or without it if ``nproc`` is None. End all its processes."""
     launcher = [] if nproc is None else ["-m", "torch.distributed.run", "--standalone"]
     launcher += [] if nproc is None else ["--nproc-per-node", str(nproc)]
     without = ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")
@@ -35,7 +35,7 @@ def run(
         out, err = process.communicate(timeout=timeout)
     finally:
         if process.poll() is None:
-            # torchrun puts its workers into sessions of their own, so it must end them itself.
+            # torchrun starts its workers in other sessions, so only torchrun can end them.
             os.killpg(process.pid, signal.SIGTERM)
             try:
                 process.wait(timeout=40)
@@ -46,7 +46,7 @@ def run(
 
 
 def printed(code: str, **env: str) -> str:
-    """What this code prints in a process of its own, which ends well."""
+    """Run this code in another process, and return its output. The process must succeed."""
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     done = run("-c", textwrap.dedent(code), nproc=None, env={"PYTHONPATH": paths, **env})
     assert done.returncode == 0, done.stderr
@@ -56,7 +56,7 @@ def printed(code: str, **env: str) -> str:
 def played(
     script: str, folder: Path, *arguments: str, nproc: int | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run the text of a script as one rank, or as so many under torchrun."""
+    """Run the text of a script as one process, or as ``nproc`` ranks under torchrun."""
     path = folder / "script.py"
     path.write_text(script)
     return run(path, *arguments, nproc=nproc, env={"PYTHONPATH": str(ROOT)})

@@ -1,4 +1,4 @@
-"""What a logger is told, kept for a test."""
+"""Log records, collected for a test."""
 
 import logging
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class Kept(logging.Handler):
-    """Keeps what it is handed."""
+    """Keeps all records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Kept(logging.Handler):
 
 @contextmanager
 def logged(level: int, name: str = "tritonddp", kept: Kept | None = None) -> Iterator[Kept]:
-    """Context: what is logged by ``name``, and all below it, from ``level`` on."""
+    """Context: collect the records of logger ``name`` and its children, from ``level`` up."""
     logger = logging.getLogger(name)
     handler, before = kept or Kept(), logger.level
     logger.addHandler(handler)

@@ -1,7 +1,4 @@
-"""Modules that tests wrap, and inputs for them.
-
-Small ones, named after what is odd about them; what one file alone needs is in that file.
-"""
+"""Small modules for tests. A module that only one file needs is in that file."""
 
 import io
 import itertools
@@ -16,28 +13,27 @@ Shape = int | tuple[int, ...]
 
 
 def linears(*widths: int, **options: Any) -> nn.Sequential:
-    """Linear layers of these widths, from the inputs to the outputs."""
+    """Linear layers. ``widths`` includes the inputs and the outputs."""
     return nn.Sequential(*(nn.Linear(*each, **options) for each in itertools.pairwise(widths)))
 
 
 def mlp(*widths: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
-    """Linear layers with something that is not linear after each but the last."""
+    """Linear layers, with an activation after each but the last."""
     layers = linears(*widths)
     return nn.Sequential(*[each for layer in layers for each in (layer, activation())][:-1])
 
 
 def normed(inputs: int = 3, outputs: int = 4) -> nn.Sequential:
-    """A layer and a batch norm: a model with buffers."""
+    """A layer and a batch norm, which has buffers."""
     return nn.Sequential(nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs))
 
 
 class Layers(nn.Module):
-    """Layers of one width. A call goes through those that it names, in that order; or through all.
+    """Layers of one width. A call uses the layers that it names, in this order.
 
     Args:
-        names: of the layers, in the order in which they are registered.
-        width: of each.
-        order: what a call names that names none.
+        names: the names of the layers, in the order of registration.
+        order: the layers that a call uses by default; ``None`` for all.
     """
 
     def __init__(
@@ -72,7 +68,7 @@ class Two(nn.Module):
 
 
 class OnDemand(nn.Module):
-    """A first and a last layer, between them ``extra`` if a call wants it, and one never used."""
+    """Two layers, a third one between them if a call has ``extra``, and an unused one."""
 
     def __init__(self, inputs: int = 3, width: int = 40, outputs: int = 2) -> None:
         super().__init__()
@@ -85,10 +81,9 @@ class OnDemand(nn.Module):
 
 
 class Squares(nn.Module):
-    """Tensors of some shapes, all ones; the output is the sum of their squares.
+    """Tensors of ones. The output is the sum of their squares, times ``factor``.
 
-    So a gradient is twice the tensor, times the factor that the module is called with. Those whose
-    numbers a call names are left out.
+    So each gradient is twice the tensor, times ``factor``. A call can leave out some tensors.
     """
 
     def __init__(self, *shapes: Shape, dtype: torch.dtype = torch.float32) -> None:
@@ -98,14 +93,14 @@ class Squares(nn.Module):
     def forward(self, factor: Any = 1.0, without: Iterable[int] = ()) -> Tensor:
         without = set(without)
         used = [param for number, param in enumerate(self.params) if number not in without]
-        # The last one is used first: gradients come in the order of the parameters.
+        # In reverse, so that gradients are ready in the order of the parameters.
         return sum(
             ((each.abs().square() * factor).sum() for each in reversed(used)), torch.zeros(())
         )
 
 
 class Given(nn.Module):
-    """Tensors of some shapes, whose gradients, if any, are what the module is called with."""
+    """Parameters whose gradients, if not ``None``, are the arguments of the forward."""
 
     def __init__(self, *shapes: Shape, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -119,7 +114,7 @@ class Given(nn.Module):
 
 
 class TiedTable(nn.Module):
-    """A table with sparse gradients, and the dense layer that shares its weight."""
+    """A table with sparse gradients, and a dense layer that shares its weight."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
@@ -147,7 +142,7 @@ class Kinds(nn.Module):
         self.single = nn.Parameter(torch.ones(5))
 
     def forward(self, indices: Tensor, factor: Any = 1.0, **factors: Any) -> Tensor:
-        """``factor`` is for what ``factors`` do not name; ``real`` and ``imag`` parts of one."""
+        """``factor`` is the default of ``factors`` of parameters, of "real" and of "imag"."""
         terms = {
             "table": self.table(indices),
             "real": self.complex_.real,
@@ -162,7 +157,7 @@ class Kinds(nn.Module):
 
 
 class Withheld(torch.autograd.Function):
-    """Has no gradient for its second argument, unless it ``gives`` one."""
+    """Returns no gradient for its second argument, unless ``gives`` is set."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gives: bool) -> Tensor:
@@ -175,7 +170,7 @@ class Withheld(torch.autograd.Function):
 
 
 def forwarding(cls: Any) -> Any:
-    """A class of wrappers as in many projects: what the wrapper lacks is the module's."""
+    """A subclass of the wrapper that forwards missing attributes to the module."""
 
     class Forwarding(cls):
         def __getattr__(self, name: str) -> Any:
@@ -188,12 +183,12 @@ def forwarding(cls: Any) -> Any:
 
 
 def by_pickle(module: nn.Module) -> Any:
-    """A copy."""
+    """Copy the module."""
     return pickle.loads(pickle.dumps(module))
 
 
 def by_torch_save(module: nn.Module) -> Any:
-    """Another copy."""
+    """Copy the module."""
     file = io.BytesIO()
     torch.save(module, file)
     file.seek(0)

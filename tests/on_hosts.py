@@ -1,4 +1,4 @@
-"""Ranks of one machine as if they were on several hosts."""
+"""Emulate several hosts on one machine."""
 
 from typing import Any
 from unittest import mock
@@ -9,5 +9,5 @@ from tritonddp.coordination.host import connect
 
 
 def on_hosts(size: int) -> Any:
-    """Context: ranks are on hosts of so many ranks each, for a group that is made inside."""
+    """Context: in a group that is created inside, each host has ``size`` ranks."""
     return mock.patch.object(connect, "_host", return_value=f"host {dist.get_rank() // size}")

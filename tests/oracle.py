@@ -1,8 +1,8 @@
-"""The oracle: the mean over ranks of what each rank's own, unwrapped model computes.
+"""The oracle: the means over the ranks of the gradients of unwrapped models.
 
-Every rank computes it alone, without communication: it plays all ranks, one after the other, on
-copies of the unwrapped model. So a case draws its data from torch's generator, which is seeded by
-rank and step, and asks for nothing else that differs between ranks but the ``rank`` it is given.
+Every rank computes them without communication. It runs the steps of all ranks, one after the other,
+on copies of the unwrapped model. So a step may only depend on its argument ``rank`` and on torch's
+generator, which is seeded by rank and step.
 """
 
 import contextlib
@@ -24,19 +24,21 @@ class Window:
     """Weighted backwards that are reduced together.
 
     Attributes:
-        sums: their gradients, each times its number of items, or as it is for a sum.
+        items: the number of items of all backwards.
+        is_sum: the losses are sums over the items.
+        sums: the sums of the gradients, for means multiplied by the numbers of items.
     """
 
-    items: float = 0.0  # how many they count
-    is_sum: bool = False  # their losses are sums over their items
+    items: float = 0.0
+    is_sum: bool = False
     sums: dict[Tensor, Tensor] = field(default_factory=dict)
 
 
 class Alone(nn.Module):
-    """The unwrapped model, with the methods of a wrapped one.
+    """The unwrapped model, with methods of the wrapper.
 
     Attributes:
-        windows: the weighted backwards of this rank, up to each one that is reduced.
+        windows: the weighted backwards of this rank, grouped by the reduction that follows.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -60,7 +62,7 @@ class Alone(nn.Module):
 
     @contextlib.contextmanager
     def weighted(self, n: float, reduction: str = "mean") -> Iterator[None]:
-        """Around one backward; with ``no_sync`` outside of it."""
+        """For one backward, inside ``no_sync`` if it is local."""
         before = [(param, param.grad) for param in self.parameters()]
         for param in self.parameters():
             param.grad = None
@@ -80,7 +82,7 @@ class Alone(nn.Module):
             param.grad = grad
 
     def reduce_gradients(self, gradients: Any = None, params: Any = None) -> Any:
-        """The mean over ranks comes at the end."""
+        """Return the local gradients. :func:`mean_over_ranks` computes the means."""
         if isinstance(gradients, Mapping):
             return {name: gradients.get(name) for name, _ in self.module.named_parameters()}
         return gradients
@@ -90,13 +92,13 @@ Net = Alone | DistributedDataParallel
 
 
 def one_per_rank(module: nn.Module) -> list[Alone]:
-    """Copies of the unwrapped model: what each rank would train alone."""
+    """A copy of the unwrapped model for each rank."""
     return [Alone(copy.deepcopy(module)) for _ in range(dist.get_world_size())]
 
 
 def seed(rank: int, step: int) -> None:
-    """What ``rank`` draws in ``step``, whoever plays it."""
-    # Not torch.manual_seed: it takes 1 ms to note its caller for devices that are not there.
+    """Seed torch's generator for the step of a rank."""
+    # Faster than torch.manual_seed, which takes 1 ms.
     torch.default_generator.manual_seed(1000 * step + rank)
 
 
@@ -106,7 +108,7 @@ def play(
     alone: Sequence[Alone],
     number: int,
 ) -> None:
-    """Step ``number``: alone in the role of each rank, then wrapped in that of this one."""
+    """Step ``number``: with the unwrapped model of each rank, then with the wrapper."""
     for rank, net in [*enumerate(alone), (dist.get_rank(), ddp)]:
         seed(rank, number)
         step(net, rank)
@@ -118,17 +120,17 @@ def in_step(
     alone: Sequence[Alone],
     number: int,
 ) -> None:
-    """:func:`play` it; gradients must agree."""
+    """:func:`play` a step. The gradients must match."""
     play(step, ddp, alone, number)
     assert_mean(ddp, alone, f"step {number}")
 
 
 def mean_over_ranks(alone: Sequence[nn.Module]) -> list[Tensor | None]:
-    """The gradient that each parameter must have, given one unwrapped model per rank.
+    """Return the expected gradients, given the unwrapped model of each rank.
 
-    A parameter that some ranks did not use counts as zero there. ``None`` where no rank has a
-    gradient. What a rank has accumulated before its first weighted mean counts like that; what it
-    had before its first weighted sum was reduced earlier.
+    A missing gradient counts as zero. The mean is ``None`` if all ranks miss it. Gradients before
+    the first weighted mean count like it. Gradients before the first weighted sum were reduced
+    earlier.
     """
     windows = list(zip(*(getattr(model, "windows", ()) for model in alone), strict=True))
     means: list[Tensor | None] = []
@@ -143,19 +145,19 @@ def mean_over_ranks(alone: Sequence[nn.Module]) -> list[Tensor | None]:
 def terms_of_mean(
     params: Sequence[Tensor], windows: Sequence[Sequence[Window]], size: int
 ) -> list[Tensor]:
-    """What adds up to the mean of the gradients of one parameter, in double precision.
+    """Return the terms of the mean of the gradients of one parameter, in double precision.
 
     Args:
         params: the parameter on each rank.
-        windows: weighted backwards, each on each rank.
-        size: what a sum over the ranks is divided by where there are no weights.
+        windows: the windows of all ranks, for each reduction.
+        size: the divisor if there are no weights.
     """
     is_mean = bool(windows) and not windows[0][0].is_sum
     counts = [window.items for window in windows[0]] if is_mean else [1.0] * len(params)
     pairs = zip(params, windows[0] if windows else (), strict=bool(windows))
     is_used = any(param in window.sums for param, window in pairs)
     if len(windows) == 1 and is_used and not any(window.items for window in windows[0]):
-        counts = [0.0] * len(params)  # all weigh nothing: nothing is left
+        counts = [0.0] * len(params)  # all weights are zero
     total = sum(counts) if is_mean else size
     terms = [
         _wide(param.grad.detach()) * (count / total if total else 0.0)
@@ -177,7 +179,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def assert_gradients(ddp: nn.Module, expected: Sequence[Tensor | None], what: str) -> None:
-    """``.grad`` is as expected, to rounding in its dtype; what is sparse stays so."""
+    """Each gradient has the expected value, up to rounding, and layout."""
     for (name, param), mean in zip(ddp.named_parameters(), expected, strict=True):
         where = f"{what}: gradient of {name} on rank {dist.get_rank()}"
         if mean is None:
@@ -198,7 +200,7 @@ def assert_gradients(ddp: nn.Module, expected: Sequence[Tensor | None], what: st
 
 
 def assert_mean(ddp: nn.Module, alone: Sequence[nn.Module], what: str) -> None:
-    """``ddp`` has the mean of the gradients of the unwrapped models, which then have it too."""
+    """``ddp`` has the means of the gradients of ``alone``, whose gradients are then replaced."""
     expected = mean_over_ranks(alone)
     assert_gradients(ddp, expected, what)
     assert_same_on_all_ranks([param.grad for param in ddp.parameters()], what)
@@ -206,7 +208,7 @@ def assert_mean(ddp: nn.Module, alone: Sequence[nn.Module], what: str) -> None:
 
 
 def adopt(alone: Sequence[nn.Module], expected: Sequence[Tensor | None]) -> None:
-    """Give the unwrapped models the gradients that the wrapped one has after a reduction."""
+    """Set the gradients of the unwrapped models to the means, after a reduction."""
     for model in alone:
         for param, mean in zip(model.parameters(), expected, strict=True):
             param.grad = None if mean is None else mean.clone()

@@ -1,11 +1,9 @@
-"""What tests train with: inputs of each rank, a step, and its gradients beside others.
+"""Helpers for training in tests: inputs of each rank, steps, and comparisons of gradients.
 
-    ddp = wrap(mlp(4, 8, 2), view)
-    for number in range(3):
-        train_step(ddp, drawn(5, 4, step=number))
-    assert_right_step(ddp, drawn(5, 4, step=3))
-
-What compares gradients takes those of all parameters at once; the error says which one is wrong.
+ddp = wrap(mlp(4, 8, 2), view)
+for number in range(3):
+    train_step(ddp, drawn(5, 4, step=number))
+assert_right_step(ddp, drawn(5, 4, step=3))
 """
 
 import copy
@@ -28,21 +26,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tritonddp import DistributedDataParallel
 from tritonddp.coordination.counters import Counters
 
-# Of each rank, in the trailer of the first bucket.
+# For each rank, in the trailer of the first bucket.
 HEADER_BYTES = 16
 
 # Inputs
 
 
 def drawn(*shape: int, step: int = 0, rank: int | None = None, dtype: Any = None) -> Tensor:
-    """Random numbers: the inputs of ``rank``, this one if it is left out, in ``step``."""
+    """Random inputs of ``rank`` (by default this rank) in ``step``."""
     rank = dist.get_rank() if rank is None else rank
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(*shape, generator=generator, dtype=dtype)
 
 
 def filled(*shape: int, requires_grad: bool = False) -> Tensor:
-    """The same number in each place: 1 on rank 0, 2 on rank 1, and so on."""
+    """A tensor full of ones on rank 0, of twos on rank 1, and so on."""
     return torch.full(shape, 1.0 + dist.get_rank(), requires_grad=requires_grad)
 
 
@@ -54,17 +52,17 @@ def wrap(module: nn.Module, view: bool = False, **options: Any) -> DistributedDa
 
 
 def beside_stock(module: nn.Module, **options: Any) -> tuple[DistributedDataParallel, Stock]:
-    """Wrapped by ours, and a copy by torch's own."""
+    """The module in tritonddp's wrapper, and a copy of it in stock DDP."""
     return DistributedDataParallel(module, **options), Stock(copy.deepcopy(module), **options)
 
 
 def delayed(module: nn.Module, *names: str, until: Tensor) -> dict[str, Any]:
-    """Options of a wrapper: these gradients are sent last, when that of ``until`` is there."""
+    """Options of a wrapper: send these gradients last, once the gradient of ``until`` is ready."""
     params = [(name, module.get_parameter(name)) for name in names]
     return {"delay_all_reduce_named_params": params, "param_to_hook_all_reduce": until}
 
 
-# How gradients may travel, and what they are afterwards.
+# Options that change how gradients are sent and stored.
 WAYS: dict[str, dict[str, Any]] = {
     "copies": {},
     "views": {"gradient_as_bucket_view": True},
@@ -81,7 +79,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def ways(*names: str) -> dict[str, dict[str, Any]]:
-    """Options of a wrapper, by their names."""
+    """Some of ``WAYS``."""
     return {name: WAYS[name] for name in names}
 
 
@@ -95,11 +93,7 @@ def squares(outputs: Tensor) -> Tensor:
 def train_step(
     net: nn.Module, *inputs: Any, loss: Callable[[Tensor], Tensor] = squares, **options: Any
 ) -> Tensor:
-    """Drop the gradients and make new ones, those of the ``loss`` of the outputs.
-
-    Returns:
-        The outputs.
-    """
+    """Set the gradients to those of the ``loss`` of the outputs, and return the outputs."""
     net.zero_grad()
     outputs = net(*inputs, **options)
     loss(outputs).backward()
@@ -107,7 +101,7 @@ def train_step(
 
 
 def descend(net: nn.Module, rate: float = 0.1) -> None:
-    """One step down the gradients, which stay."""
+    """One step of gradient descent. The gradients are kept."""
     with torch.no_grad():
         for param in net.parameters():
             if param.grad is not None:
@@ -115,14 +109,14 @@ def descend(net: nn.Module, rate: float = 0.1) -> None:
 
 
 def gradients(net: nn.Module) -> list[Tensor | None]:
-    """Copies of them, in the order of the parameters."""
+    """Copies of the gradients, in the order of the parameters."""
     grads = [param.grad for param in net.parameters()]
     return [None if grad is None else grad.detach().clone() for grad in grads]
 
 
 @contextmanager
 def counted(ddp: DistributedDataParallel) -> Iterator[Counters]:
-    """Context: at its end these are the launches, collectives and bytes inside of it."""
+    """Context: count its launches, collectives and bytes. The counters are set at its end."""
     before, found = copy.copy(ddp.reducer.counters), Counters()
     yield found
     for name, value in vars(ddp.reducer.counters).items():
@@ -130,7 +124,7 @@ def counted(ddp: DistributedDataParallel) -> Iterator[Counters]:
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that run on this thread, by their names."""
+    """Counts the operators that run on this thread, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +137,7 @@ class Operators(TorchDispatchMode):
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Context: tensors are made in it."""
+    """Context: new tensors have this dtype by default."""
     former = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -152,8 +146,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(former)
 
 
-def in_threads(*calls: Callable[[], Any], limit: float = 60.0) -> None:
-    """Run each in a thread of its own; the first error of one is raised here."""
+def in_threads(*calls: Callable[[], Any]) -> None:
+    """Run each call in its own thread, and raise the first error here."""
     errors: list[BaseException] = []
 
     def run(call: Callable[[], Any]) -> None:
@@ -166,7 +160,7 @@ def in_threads(*calls: Callable[[], Any], limit: float = 60.0) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(limit)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
     if errors:
         raise errors[0]
@@ -178,7 +172,7 @@ def in_threads(*calls: Callable[[], Any], limit: float = 60.0) -> None:
 def raises_if(
     condition: bool, error: type[BaseException], match: str | None = None
 ) -> AbstractContextManager[Any]:
-    """``pytest.raises`` where the condition holds: on some ranks, in some steps."""
+    """``pytest.raises`` if the condition holds, for example on one rank."""
     return pytest.raises(error, match=match) if condition else nullcontext()
 
 
@@ -189,7 +183,7 @@ def fail(*_: Any) -> Any:
 
 @contextmanager
 def breaking_off(at: Tensor, condition: bool = True) -> Iterator[None]:
-    """Context: a backward inside breaks off at the gradient of ``at`` where the condition holds."""
+    """Context: if the condition holds, a backward inside fails at the gradient of ``at``."""
     handle = at.register_hook(fail) if condition else None
     with raises_if(condition, ZeroDivisionError):
         yield
@@ -211,13 +205,13 @@ class Failing(torch.autograd.Function):
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """Context: the warnings inside, each as often as it comes; those of ours name our file."""
+    """Context: collect all warnings. Warnings of tritonddp must name its files."""
     messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield messages
     ours = [each for each in caught if each.category is RuntimeWarning]
-    assert all("tritonddp" in each.filename for each in ours)  # which filters by module go by
+    assert all("tritonddp" in each.filename for each in ours)  # for filters by module
     messages += [str(each.message) for each in ours]
 
 
@@ -229,11 +223,11 @@ def unwarned() -> Iterator[None]:
         yield
 
 
-# Gradients beside others
+# Comparisons of gradients
 
 
 def means(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Over the ranks; one that has none counts as zero, and where none has one there is no mean."""
+    """Means over the ranks. ``None`` counts as zero; without any tensor the mean is ``None``."""
     found: list[Tensor | None] = []
     here = [None if each is None else each.detach() for each in tensors]
     for row in zip(*gather(here), strict=True):
@@ -243,33 +237,25 @@ def means(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
 
 
 def assert_close(actual: Any, expected: Any, what: str = "", **tolerance: Any) -> None:
-    """Tensors, or lists of them and of ``None``: equal to rounding."""
+    """Tensors, or lists of tensors and ``None``, are equal up to rounding."""
     torch.testing.assert_close(actual, expected, msg=lambda text: f"{what}: {text}", **tolerance)
 
 
 def assert_gradients_alike(ddp: nn.Module, what: str = "") -> None:
-    """Bit for bit on all ranks."""
+    """The gradients have the same bits on all ranks."""
     assert_same_on_all_ranks([param.grad for param in ddp.parameters()], what)
 
 
-def assert_mean_of(
-    ddp: nn.Module, alone: nn.Module, what: str = "", within: float = 0.0, **tolerance: Any
-) -> None:
-    """Gradients are the means of what ``alone`` has on each rank, and alike on all.
-
-    To rounding; or to this share of the largest number, where they are quantized.
-    """
-    for number, (grad, mean) in enumerate(
-        zip(gradients(ddp), means(gradients(alone)), strict=True)
-    ):
-        if within and mean is not None:
-            tolerance = {"rtol": 0, "atol": within * float(mean.abs().max())}
+def assert_mean_of(ddp: nn.Module, alone: nn.Module, what: str = "", **tolerance: Any) -> None:
+    """The gradients are the means over the ranks of the gradients of ``alone``, on all ranks."""
+    pairs = zip(gradients(ddp), means(gradients(alone)), strict=True)
+    for number, (grad, mean) in enumerate(pairs):
         assert_close(grad, mean, f"{what}, gradient {number}", **tolerance)
     assert_gradients_alike(ddp, what)
 
 
 def assert_right_step(ddp: nn.Module, *inputs: Any, **tolerance: Any) -> None:
-    """One more step has the means of what a copy of the module has in that step."""
+    """After another step, the gradients are the means of the gradients of an unwrapped copy."""
     alone = copy.deepcopy(ddp.module)
     for net in (ddp, alone):
         train_step(net, *inputs)
@@ -277,7 +263,7 @@ def assert_right_step(ddp: nn.Module, *inputs: Any, **tolerance: Any) -> None:
 
 
 def left_of(states: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """What quantization has left out on all ranks, by ``comm_state_dict()``, in fp64."""
+    """The sums over all ranks of the residuals in ``comm_state_dict()``, in fp64."""
     total: dict[str, Tensor] = {}
     for state in states:
         for kind in ("sent", "reduced"):

@@ -1,4 +1,4 @@
-"""What older releases of torch and Triton lack: the one place for tests that skip by a version."""
+"""Features that older releases of torch and Triton lack, for tests that skip by version."""
 
 import importlib.metadata
 
@@ -23,7 +23,6 @@ def _needs(is_here: bool, what: str) -> pytest.MarkDecorator:
 
 needs_grad_dtype = _needs(hasattr(torch.Tensor, "grad_dtype"), "Tensor.grad_dtype: torch 2.10")
 needs_text_of_errors = _needs(TORCH >= (2, 9), "torch 2.9: dynamo says why it cannot trace")
-needs_order_in_graphs = _needs(TORCH >= (2, 11), "torch 2.11: compiled backwards keep the order")
 needs_pipelines = _needs(TORCH != (2, 9), "another torch than 2.9: its pipelines fail over gloo")
 HAS_QUIET_GLOO = TORCH >= (2, 11)
 needs_quiet_gloo = _needs(HAS_QUIET_GLOO, "torch 2.11, whose gloo prints nothing into our lines")
@@ -34,5 +33,5 @@ HAS_AMD_CODE = TRITON >= (3, 6)  # 3.4 has no linker for AMD, 3.5 joins stores
 
 
 def without_gloo(printed: str) -> str:
-    """What a script printed at its end: before, gloos of older releases mix lines of their own."""
+    """The last line of a script's output: gloo of older releases prints lines before it."""
     return printed if HAS_QUIET_GLOO else printed.splitlines(keepends=True)[-1]

@@ -1,14 +1,12 @@
 """Which parameters share a bucket, and what a bucket holds in memory."""
 
-import contextlib
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import ranks
-from recording.device import recording
-from torch import Tensor, nn
+from torch import nn
 from training import wrap
 
 from tritonddp.buckets.assignment import BucketCaps, assign_buckets
@@ -19,29 +17,6 @@ def test_one_dtype_is_cut_as_stock_ddp_cuts_it(limits: tuple[int, ...]) -> None:
     params = [torch.empty(n) for n in (10, 200, 3, 50, 50, 400, 1, 0, 99)]
     expected, _ = dist._compute_bucket_assignment_by_size(params, list(limits), [False] * 9)
     assert assign_buckets(params, range(9), BucketCaps(limits)) == expected
-
-
-@ranks(2, views=True, interprets=True)
-def test_a_square_gradient_that_a_hook_transposes_in_memory_keeps_its_values(view: bool) -> None:
-    """On one rank: the shape and the set of strides are those of the other ranks."""
-
-    def transpose(param: Tensor) -> None:
-        if dist.get_rank() == 0:
-            param.grad = param.grad.t().contiguous().t()
-
-    means = []
-    for place in ("cpu", "cuda"):
-        with recording() if place == "cuda" else contextlib.nullcontext():
-            torch.manual_seed(0)
-            layer = nn.Linear(8, 8, bias=False)
-            inputs = torch.randn(3, 8) * (1 + dist.get_rank())
-            net = wrap(layer.to(place), view)
-            layer.weight.register_post_accumulate_grad_hook(transpose)
-            for _ in range(3):
-                net.zero_grad()
-                net(inputs.to(place)).square().sum().backward()
-            means.append(layer.weight.grad.cpu().clone())
-    torch.testing.assert_close(means[1], means[0])
 
 
 @ranks(2, views=True)
@@ -56,15 +31,6 @@ def test_a_lazy_bucket_has_no_memory_between_backwards(view: bool) -> None:
         if view:
             assert net.module.bias.grad.untyped_storage().nbytes() >= 80, "of the whole bucket"
         net.zero_grad()
-
-
-@ranks(2)
-def test_conjugate_parameters_start_as_those_of_rank_0(rank: int) -> None:
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.full((3,), complex(rank + 1, 2)).conj())
-    assert model.weight.is_conj()
-    wrap(model)
-    assert model.weight.tolist() == [1 - 2j] * 3
 
 
 @ranks(1)

@@ -1,4 +1,4 @@
-"""Default bucket sizes on CUDA devices: those of stock, but smaller at both ends."""
+"""Bucket sizes: on CUDA devices smaller buckets at both ends than under stock DDP."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_buckets_of_well_known_models(name: str, expected: list[float], stock: i
     assert sum(mib(params)) == pytest.approx(sum(mib(params, STOCK)), abs=1)
 
 
-@pytest.mark.parametrize("whole", [1, 4, 5, 8, 12, 40, 53, 97, 100, 350, 5000])
+@pytest.mark.parametrize("whole", [1, 5, 12, 53, 100, 5000])
 def test_the_first_bucket_is_small_and_so_are_the_last(whole: int) -> None:
     sizes = mib([torch.empty(MIB // 16, device="meta")] * (4 * whole))  # of 0.25 MiB
     assert sum(sizes) == pytest.approx(whole, abs=0.3)
@@ -77,17 +77,6 @@ def test_buckets_before_a_large_last_gradient_do_not_get_smaller() -> None:
     params = [torch.empty(MIB // 4, device="meta")] * 54  # of 1 MiB
     assert mib(params) == [4, 25, 13, 6, 4, 2]
     assert mib([*params, torch.empty(40 * MIB, device="meta")]) == [4, 25, 25, 160]
-
-
-def test_the_last_gradient_may_be_larger_than_the_last_bucket() -> None:
-    params = [torch.empty(MIB, device="meta")] * 2 + [torch.empty(15 * MIB, device="meta")]
-    assert mib(params) == [4, 64]
-
-
-def test_empty_gradients_share_a_bucket() -> None:
-    params = [torch.empty(size, device="meta") for size in (0, 0, MIB, 0, 0)]
-    assert len(mib(params)) == 2
-    assert len(mib(params[:2])) == 1
 
 
 def test_given_sizes_hold_and_the_cpu_has_the_sizes_of_stock() -> None:

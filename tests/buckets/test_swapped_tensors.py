@@ -1,7 +1,7 @@
 """A parameter whose tensor ``torch.utils.swap_tensors`` has swapped is an error that names it."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -26,36 +26,9 @@ def swap_all(module: nn.Module) -> None:
         swap(param)
 
 
-def swap_each_other(module: nn.Module) -> None:
-    one, other = module.layers["a"].weight, module.layers["b"].weight
-    one.grad = other.grad = None
-    torch.utils.swap_tensors(one, other)
-
-
-def swap_with_another_shape(module: nn.Module) -> None:
-    torch.utils.swap_tensors(module.layers["b"].weight, nn.Parameter(torch.zeros(2, 2)))
-
-
-def move(module: nn.Module) -> None:
-    with converting("swap"):
-        module.to(torch.float32).to(torch.float64)
-
-
 def load(module: nn.Module) -> None:
     with converting("swap"):
         module.load_state_dict({k: v.clone() * 0.5 for k, v in module.state_dict().items()})
-
-
-# And the layer that the error names.
-SWAPS: dict[str, tuple[Callable[[nn.Module], None], str]] = {
-    "a layer": (lambda module: swap_all(module.layers["b"]), "b"),
-    "each other": (swap_each_other, "[ab]"),
-    "all": (swap_all, "."),
-    "loaded": (load, "."),
-    "a loaded layer": (lambda module: load(module.layers["b"]), "b"),
-    "moved": (move, "."),
-    "another shape": (swap_with_another_shape, "b"),
-}
 
 
 def batch(step: int) -> Tensor:
@@ -70,19 +43,14 @@ def wrapped(view: bool = False) -> tritonddp.DistributedDataParallel:
     return ddp
 
 
-@pytest.mark.parametrize("name", SWAPS)
+@pytest.mark.parametrize("change", [swap_all, load])
 @ranks(2, views=True)
-def test_swapped_tensors_are_an_error_at_each_forward(name: str, view: bool) -> None:
-    change, layer = SWAPS[name]
+def test_swapped_tensors_are_an_error_at_each_forward(change: Any, view: bool) -> None:
     ddp = wrapped(view)
-    ddp.module(batch(1)).sum().backward()  # is noted, without a weak reference to parameters
-    ddp.zero_grad()
-    change(ddp.module)
+    change(ddp.module.layers["b"])
     for context in (nullcontext(), ddp.no_sync()):
-        with context, pytest.raises(RuntimeError, match=SWAPPED % (layer, r"\w+")):
+        with context, pytest.raises(RuntimeError, match=SWAPPED % ("b", r"\w+")):
             ddp(batch(1))
-    if name == "another shape":
-        return
     with torch.no_grad():
         ddp(batch(1))
     module = ddp.module
@@ -93,25 +61,11 @@ def test_swapped_tensors_are_an_error_at_each_forward(name: str, view: bool) -> 
 
 
 @ranks(2)
-def test_only_the_rank_that_swaps_raises_the_error(rank: int) -> None:
-    ddp = wrapped()
-    if rank == 1:
-        swap_all(ddp.module.layers["b"])
-        with pytest.raises(RuntimeError, match=SWAPPED % ("b", r"\w+")):
-            ddp(batch(1))
-    # The former wrapper still exists, and ignores the backwards of the new one.
-    again = wrap(ddp.module, bucket_cap_mb=1e-4)
-    for step in range(2, 4):
-        assert_right_step(again, batch(step))
-
-
-@ranks(2)
 def test_tensors_outside_of_the_buckets_may_be_swapped() -> None:
     net = Layers("abc").double()
     frozen = net.layers["b"].requires_grad_(False)
     ddp = wrap(net, bucket_cap_mb=1e-4)
     assert_right_step(ddp, batch(0))
-    move(nn.Linear(2, 2).double())  # another module
     for param in frozen.parameters():
         torch.utils.swap_tensors(param, nn.Parameter(param.detach().clone(), requires_grad=False))
     assert_right_step(ddp, batch(1))

@@ -1,4 +1,4 @@
-"""Communication hooks: torch's reach the losses of stock DDP, and what a hook sees and may do."""
+"""Communication hooks: hooks of torch, and the buckets and collectives of other hooks."""
 
 import copy
 from collections.abc import Callable
@@ -16,26 +16,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     optimizer_overlap_hooks,
     post_localSGD_hook,
-    powerSGD_hook,
 )
-from training import assert_close, descend, gradients, means, train_step
+from training import assert_close, descend, gradients, means
 
 from tritonddp.comm.grad_bucket import GradBucket
-
-
-def trained(ddp_class: Any, register: Callable[[Any], None], **options: Any) -> list[float]:
-    model = ddp_class(net(), **options)
-    register(model)
-    return train(model, 6, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
-
-
-def renamed(hook: Any) -> Any:
-    """The hook with another name: without a GPU torch refuses its hooks for bfloat16."""
-
-    def call(state, bucket):  # type: ignore[no-untyped-def]
-        return hook(state, bucket)
-
-    return call
 
 
 def post_local_sgd(model: Any) -> None:
@@ -44,19 +28,11 @@ def post_local_sgd(model: Any) -> None:
     model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
 
 
-def plain(hook: Any) -> Callable[[Any], None]:
-    return lambda model: model.register_comm_hook(None, hook)
-
-
-# Without those that fail over gloo under stock DDP too: batched PowerSGD, quantization.
+# Batched PowerSGD and quantization fail over gloo under stock DDP too.
 HOOKS: dict[str, Callable[[Any], None]] = {
-    "fp16": plain(default_hooks.fp16_compress_hook),
-    "bf16": plain(renamed(default_hooks.bf16_compress_hook)),
+    "fp16": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
     "post-local SGD": post_local_sgd,
     "PowerSGD": power_sgd,
-    "fp16 PowerSGD": lambda model: power_sgd(
-        model, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
-    ),
     "built-in fp16": lambda model: model._register_builtin_comm_hook(
         dist.BuiltinCommHookType.FP16_COMPRESS
     ),
@@ -67,10 +43,13 @@ HOOKS: dict[str, Callable[[Any], None]] = {
 def test_hooks_of_torch_reach_the_losses_of_stock() -> None:
     # One bucket: over gloo stock DDP mixes the collectives of several.
     for name, register in HOOKS.items():
-        stock, ours = (
-            trained(each, register, gradient_as_bucket_view=True) for each in (STOCK, OURS)
-        )
-        assert stock == pytest.approx(ours, rel=1e-4), name
+        losses = []
+        for ddp_class in (STOCK, OURS):
+            model = ddp_class(net(), gradient_as_bucket_view=True)
+            register(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+            losses.append(train(model, 6, optimizer))
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4), name
 
 
 # Collectives of hooks
@@ -136,7 +115,7 @@ class Mixed(nn.Module):
         self.conv = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)
         self.left = nn.Conv2d(4, 3, 2).to(memory_format=torch.channels_last)
         self.right = nn.Conv2d(4, 3, 2)
-        self.rotation = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.rotation = nn.Parameter(torch.randn(2, 3, dtype=torch.complex64).t())
         self.scalar = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
         self.never = nn.Linear(2, 2)
 
@@ -144,13 +123,13 @@ class Mixed(nn.Module):
         x = self.conv(x)
         out = x.mean((1, 2, 3)) * self.scalar
         for layer in (self.left, self.right):
-            out = out + (layer(x).mean((2, 3)) * self.rotation).abs().sum(1)
+            out = out + (layer(x).mean((2, 3)) * self.rotation.sum(1)).abs().sum(1)
         return out.square().mean()
 
 
 @ranks(2)
 def test_reduce_gradients_does_not_call_the_hook(rank: int) -> None:
-    """A hook that keeps an error for each bucket would use those of other buckets."""
+    """A hook that keeps an error for each bucket would use the errors of other buckets."""
     model = OURS(net(), **FIVE_BUCKETS)
     model.register_comm_hook(None, debugging_hooks.noop_hook)
     x = torch.full((1, 16), rank + 1.0)
@@ -224,7 +203,7 @@ def test_an_optimizer_step_in_a_hook_is_right_for_channels_last() -> None:
 
 @ranks(2)
 def test_power_sgd_starts_again_if_a_bucket_has_other_parameters() -> None:
-    """It keeps its errors by the number of the bucket."""
+    """PowerSGD stores its errors by the index of the bucket."""
     module = net(3)
     model = OURS(module, bucket_cap_mb=1e-6)
     power_sgd(model, matrix_approximation_rank=1, min_compression_rate=0.01)
@@ -252,32 +231,3 @@ def test_copies_of_a_wrapper_keep_its_hook() -> None:
         for a, b in zip(model.parameters(), copied.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad)
             assert torch.equal(a.grad, a.grad.half().float())
-
-
-@ranks(2)
-def test_a_hook_that_is_registered_during_a_backward_is_refused() -> None:
-    model = OURS(nn.Linear(2, 2))
-    refused = []
-
-    def register(_: Tensor) -> None:
-        with pytest.raises(RuntimeError, match="cannot be registered during a backward") as error:
-            model.register_comm_hook(None, default_hooks.allreduce_hook)
-        refused.append(error)
-
-    model.module.bias.register_hook(register)
-    model(torch.ones(1, 2)).sum().backward()
-    assert len(refused) == 1
-
-
-@ranks(2, views=True)
-def test_complex_gradients_in_another_memory_order_with_a_hook(rank: int, view: bool) -> None:
-    turned = nn.Linear(3, 2, bias=False)
-    turned.weight = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64).t())
-    hooked, plain = (OURS(copy.deepcopy(turned), gradient_as_bucket_view=view) for _ in range(2))
-    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
-    x = torch.arange(3) + torch.full((3,), 1j + rank)
-    for _ in range(3):
-        for model in (hooked, plain):
-            train_step(model, x, loss=lambda outputs: outputs.abs().sum())
-        assert hooked.module.weight.grad.stride() == (1, 2)
-        torch.testing.assert_close(hooked.module.weight.grad, plain.module.weight.grad)

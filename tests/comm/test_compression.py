@@ -1,12 +1,9 @@
 """``compression``: quantized gradients, with real ranks over gloo."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, ranks
-from launched import played
 from modules import linears
 from oracle import mean_over_ranks, one_per_rank, play
 from quantized_ranks import Simulated
@@ -121,25 +118,3 @@ def test_errors_of_the_options() -> None:
     with pytest.raises(RuntimeError, match="compression and a communication hook"):
         ddp.register_comm_hook(None, lambda state, bucket: None)
     ddp(torch.randn(4, 64)).sum().backward()
-
-
-_SCRIPT = """
-import sys, torch, torch.distributed as dist
-from tritonddp import DistributedDataParallel
-dist.init_process_group("gloo")
-ddp = DistributedDataParallel(torch.nn.Linear(64, 64), compression="int8")
-ddp(torch.randn(4, 64)).sum().backward()
-if sys.argv[1] == "in vain" and dist.get_rank() == 0:
-    ddp._ddp_state.group.next_exchange()  # as if it had made one more
-ddp.require_manual_backward_finalization = True
-ddp(torch.randn(4, 64)).sum().backward()  # nobody waits for it
-print("ended", flush=True)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("how", "nproc"), [("in flight", 3), ("in vain", 2)])
-def test_a_process_ends_with_its_thread(how: str, nproc: int, tmp_path: Path) -> None:
-    result = played(_SCRIPT, tmp_path, how, nproc=nproc)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("ended") == nproc

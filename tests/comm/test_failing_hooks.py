@@ -1,5 +1,6 @@
 """Communication hooks that fail, are wrong, or differ between ranks."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -21,11 +22,8 @@ from tritonddp.coordination import collectives
 def test_registering_a_hook_raises_the_errors_of_stock() -> None:
     model = OURS(net())
 
-    def wrong_bucket(state: None, bucket: int) -> torch.futures.Future[Tensor]:
-        raise AssertionError
-
-    def wrong_result(state: None, bucket: dist.GradBucket) -> int:
-        raise AssertionError
+    def wrong_bucket(state: None, bucket: int) -> torch.futures.Future[Tensor]: ...
+    def wrong_result(state: None, bucket: dist.GradBucket) -> int: ...
 
     with pytest.raises(TypeError, match=r"Communication hook must be callable\."):
         model.register_comm_hook(None, 3)
@@ -33,9 +31,6 @@ def test_registering_a_hook_raises_the_errors_of_stock() -> None:
         model.register_comm_hook(None, wrong_bucket)
     with pytest.raises(ValueError, match=r"should be torch\.futures\.Future\[torch\.Tensor\]\."):
         model.register_comm_hook(None, wrong_result)
-    if not torch.cuda.is_available():
-        with pytest.raises(TypeError, match="BF16 all reduce communication hook required CUDA"):
-            model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     assert model._comm_hooks == []
     model.register_comm_hook(None, default_hooks.allreduce_hook)
     assert model._comm_hooks == [(default_hooks.allreduce_hook, None)]
@@ -44,12 +39,6 @@ def test_registering_a_hook_raises_the_errors_of_stock() -> None:
         model.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(RuntimeError, match=once):
         model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    model = OURS(net())
-    with (
-        pytest.raises(RuntimeError, match="does not support overlapped DDP"),
-        mock.patch.object(model, "register_comm_hook", side_effect=NotImplementedError),
-    ):
-        model._register_fused_optim(torch.optim.SGD, lr=0.1)
 
 
 def reduced(bucket: GradBucket) -> Any:
@@ -57,16 +46,12 @@ def reduced(bucket: GradBucket) -> Any:
 
 
 def then(change: Callable[[Any], Any]) -> Callable[[GradBucket], Any]:
-    """A hook whose future has another value than the reduced bucket."""
+    """A hook whose future changes the reduced bucket."""
     return lambda bucket: reduced(bucket).then(change)
 
 
 def _raises(_: Any) -> Any:
     raise KeyError("text of the user")
-
-
-def _exits(_: Any) -> Any:
-    raise SystemExit(3)
 
 
 def _raises_too_late(bucket: GradBucket) -> Any:
@@ -87,13 +72,10 @@ FAILURES: list[tuple[Callable[[GradBucket], Any], str]] = [
         r"TypeError: .*callback must return a torch\.futures\.Future object, but got",
     ),
     (_raises, "KeyError: 'text of the user'"),
-    (_exits, "SystemExit: 3"),
     (_raises_too_late, "KeyError: 'text of the user'"),
-    (then(_raises), "text of the user"),
     (then(lambda done: done.value()[1:]), "elements like the bucket's buffer"),
     (then(lambda done: "text"), "should hold a tensor"),
     (then(lambda done: done.value().int()), "should hold a floating-point tensor"),
-    (then(lambda done: done.value().to("meta")), "Cannot copy out of meta tensor"),
     (_failed, "KeyError: 'text of the user'"),
 ]
 
@@ -171,33 +153,24 @@ def test_a_failed_all_reduce_of_the_flags_after_hooks_is_explained_once() -> Non
 def test_a_future_that_is_never_completed_is_an_error_at_the_timeout(rank: int) -> None:
     group = dist.new_group()
     model = OURS(net(), **FIVE_BUCKETS, process_group=group)
-    forgets: list[bool] = []
+    forgets = False
 
-    def hook(state: None, bucket: GradBucket) -> Any:
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
         future = default_hooks.allreduce_hook(group, bucket)
         if forgets and rank == 1 and bucket.index() == 4:
             future.wait()
             return torch.futures.Future()
         return future
 
-    hook.__annotations__.clear()
     model.register_comm_hook(None, hook)
     train(model, 2)
-    forgets.append(True)
+    forgets = True
     model.zero_grad()
     dist.barrier()
     give_up_after(5, group)
-    text = ""
-    try:
-        model(torch.ones(1, 16)).sum().backward()
-    except RuntimeError as error:
-        text = str(error)
-    if rank == 1:
-        assert text.startswith("rank 1, step 3, "), text
-        assert "bucket 4 (" in text
-        assert "its future did not complete within the process group's timeout of 5 s" in text, text
-    elif text:  # it began to wait first
-        assert text.startswith("rank 0, step 3, "), text
-        assert "rank 1" in text.partition("failed:")[2], text
-    else:  # rank 1 raised in time to tell the others
+    loss = model(torch.ones(1, 16)).sum()
+    error = r"rank 1, step 3, .*bucket 4 \(.* future did not complete within .* timeout of 5 s"
+    with pytest.raises(RuntimeError, match=error) if rank else contextlib.suppress(RuntimeError):
+        loss.backward()
+        # Rank 0 has NaN if rank 1 raised first, and otherwise its own timeout.
         assert any(param.grad.isnan().any() for param in model.parameters())

@@ -1,4 +1,4 @@
-"""What frameworks read and call of stock's class and reducer is here, and tells the truth."""
+"""Names of stock DDP's class and reducer that frameworks read and call."""
 
 import warnings
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from training import drawn
 
 from tritonddp import DistributedDataParallel
 
-# What the constructor refuses
+# Errors of the constructor
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "doesn't have any parameter that requires a gradient": (nn.ReLU, {}),
@@ -35,7 +35,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 
 
 @ranks(2)
-def test_what_the_constructor_refuses_is_an_error_of_stocks_kind_and_words() -> None:
+def test_errors_of_the_constructor_have_stocks_types_and_words() -> None:
     warnings.filterwarnings("ignore", "Lazy modules")
     for phrase, (make, given) in REFUSED.items():
         options = dict(given)
@@ -73,29 +73,14 @@ def test_ignored_parameters_and_buffers_stay_each_ranks_own(init_sync: bool) -> 
         is_ignored = name in net.parameters_to_ignore
         assert tensor.eq(rank if is_ignored else expected).all(), name
         assert hasattr(tensor, "_ddp_ignored") is is_ignored, name
-    (net(drawn(4, 3)) * model.scale).pow(2).sum().backward()
-    model.get_parameter("0.weight").grad = torch.full((3, 3), float(rank))
-    net.reduce_gradients()
-    assert model.get_parameter("0.weight").grad.eq(0.5).all()
-    with net.no_sync():
-        net.zero_grad()
-        (net.module[0](drawn(4, 3)).sum() * model.scale).backward()
-    own = model.scale.grad.clone()
+    model.scale.grad = torch.tensor([float(rank)])
     net(drawn(4, 3)).sum().backward()
-    assert_same_bits(model.scale.grad, own)
+    assert model.scale.grad.item() == rank
     names = [name for name, _ in net._get_data_parallel_params(model, named_params=True)]
     assert names == ["0.weight", "1.weight", "1.bias"]
     assert [id(p) for p in net._get_data_parallel_params(model)] == [
         id(model.get_parameter(name)) for name in names
     ]
-
-
-@ranks(2)
-def test_buffers_are_looked_up_each_time() -> None:
-    net = DistributedDataParallel(nn.BatchNorm1d(3))
-    assert list(net.named_module_buffers) == ["running_mean", "running_var", "num_batches_tracked"]
-    net.module.running_mean = torch.ones(3)
-    assert net.modules_buffers[0] is net.module.running_mean
 
 
 @ranks(2)
@@ -117,7 +102,7 @@ def test_a_static_graph_is_set_before_training_and_once() -> None:
     net = DistributedDataParallel(Two(), find_unused_parameters=False)
     net._set_static_graph()
     assert net.static_graph
-    for _ in range(3):  # would raise in strict mode
+    for _ in range(3):  # strict mode would raise
         net(drawn(4, 3), both=False).sum().backward()
     with pytest.warns(UserWarning, match="no need to set it again"):
         net._set_static_graph()
@@ -137,8 +122,8 @@ def test_a_static_graph_is_set_before_training_and_once() -> None:
 
 
 @ranks(2)
-def test_the_first_backward_of_a_static_graph_is_told_from_later_ones() -> None:
-    """sentence-transformers reduces it, also where it would not reduce a later one."""
+def test_a_static_graph_reports_its_first_backward() -> None:
+    """sentence-transformers reads the attribute."""
     for kind in DistributedDataParallel, Stock:
         net = kind(Two(), static_graph=True)
         output = net(drawn(4, 3))
@@ -150,66 +135,54 @@ def test_the_first_backward_of_a_static_graph_is_told_from_later_ones() -> None:
 # The reducer
 
 
-@pytest.mark.parametrize("is_between", [False, True], ids=["before", "between"])
 @ranks(2)
-def test_without_its_hooks_a_wrapper_leaves_gradients_alone(is_between: bool) -> None:
+def test_gradients_are_local_without_the_hooks_of_the_wrapper() -> None:
     net = DistributedDataParallel(Two())
     x = drawn(4, 3)
-    if is_between:
-        output = net(x)
+    output = net(x)
     net._remove_autograd_hooks()
-    if not is_between:
-        output = net(x)
     output.sum().backward()
     own = [param.grad.clone() for param in net.parameters()]
     net.zero_grad()
     net.module(x).sum().backward()
     for param, grad in zip(net.parameters(), own, strict=True):
         assert_same_bits(param.grad, grad)
-    again = DistributedDataParallel(net.module)
-    again.zero_grad()
-    again(x).sum().backward()
-    assert_same_on_all_ranks([param.grad for param in net.parameters()])
-    assert any(not torch.equal(p.grad, g) for p, g in zip(net.parameters(), own, strict=True))
 
 
-@pytest.mark.parametrize("static_graph", [False, True])
 @ranks(2)
-def test_buckets_count_as_rebuilt_once_their_order_is_known(static_graph: bool) -> None:
-    """ZeRO's hooks do nothing until then."""
-    net = DistributedDataParallel(Two(), static_graph=static_graph)
-    assert not net._has_rebuilt_buckets
-    with net.no_sync():
-        net(drawn(4, 3)).sum().backward()
-    assert not net._has_rebuilt_buckets
-    for number in range(1, 4):
-        net(drawn(4, 3)).sum().backward()
-        assert net._has_rebuilt_buckets is (number > 2 * static_graph)
+def test_buckets_count_as_rebuilt_once_their_order_is_known() -> None:
+    """ZeRO's hooks do nothing before."""
+    for static_graph in (False, True):
+        net = DistributedDataParallel(Two(), static_graph=static_graph)
+        with net.no_sync():
+            net(drawn(4, 3)).sum().backward()
+        assert not net._has_rebuilt_buckets
+        for number in range(1, 4):
+            net(drawn(4, 3)).sum().backward()
+            assert net._has_rebuilt_buckets is (number > 2 * static_graph)
+    net.register_comm_hook(None, lambda _, bucket: net.reducer._run_allreduce_hook(bucket))
     net.reducer._delay_all_reduce()
     assert net.reducer._rebuild_buckets() is False
     net._set_ddp_sink_clone(False)
-    output = net(drawn(4, 3))
-    output.mul_(2).sum().backward()
+    net(drawn(4, 3)).mul_(2).sum().backward()
     assert_same_on_all_ranks([param.grad for param in net.parameters()])
 
 
 @ranks(2)
-def test_what_is_seldom_called_does_what_stocks_does() -> None:
+def test_methods_that_are_rarely_called() -> None:
     for module in ("no module", 3):
         with pytest.raises(TypeError, match=r"should be|must be"):
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["a"])
-    net = DistributedDataParallel(nn.Linear(2, 2))
+    net = DistributedDataParallel(nn.BatchNorm1d(2), transport="process_group")
+    before = sequence_number()
+    net.broadcast_bucket_size = 8
+    net._sync_buffers()
+    assert sequence_number() - before > 1
     with pytest.raises(TypeError, match="list of parameters, got 3"):
         net._build_debug_param_to_name_mapping(3)
     net.broadcast_buffers = False
     assert not net.forward_sync_buffers
-    before = sequence_number()
-    net._sync_buffers()
-    assert sequence_number() == before
-    net(torch.ones(1, 2)).sum().backward()
-    state = net.comm_state_dict()
     net.reducer._remove_autograd_hooks()
     before = sequence_number()
-    net(torch.ones(1, 2)).sum().backward()
-    net.load_comm_state_dict(state)
+    net(torch.ones(3, 2)).sum().backward()
     assert sequence_number() == before

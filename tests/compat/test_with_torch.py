@@ -1,4 +1,4 @@
-"""What torch builds on top of the wrapper: mixed precision, pipelines, checkpoints, averages."""
+"""Wrappers in torch's pipelines and ``AveragedModel``."""
 
 import torch
 import torch.distributed as dist
@@ -59,15 +59,15 @@ def test_each_stage_of_a_pipeline_may_be_wrapped() -> None:
             (loss_of(alone(x), x.tanh()) / 2).backward()
         for param, expected in zip(ddp.parameters(), alone[number].parameters(), strict=True):
             torch.testing.assert_close(param.grad, expected.grad)
-    assert ddp.reducer.counters.reductions == 3  # one a step, not one a microbatch
+    assert ddp.reducer.counters.reductions == 3  # one per step, not per microbatch
 
 
 # Averages of the model
 
 
 @ranks(2)
-def test_an_average_of_the_wrapper_is_stocks() -> None:
-    """``AveragedModel`` copies the wrapper; then the statistics of its BatchNorm are found anew."""
+def test_an_averaged_model_has_the_bits_of_stock() -> None:
+    """``AveragedModel`` copies the wrapper, and ``update_bn`` recomputes its statistics."""
     found = []
     for wrapper in (STOCK, DistributedDataParallel):
         torch.manual_seed(0)

@@ -1,8 +1,7 @@
-"""Communication hooks for module buffers run where, when and on what stock DDP runs them."""
+"""Communication hooks for module buffers."""
 
 import re
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,12 +13,11 @@ from modules import normed
 from torch import Tensor, nn
 from training import drawn
 
-import tritonddp
 from tritonddp import DistributedDataParallel
 
 
 class Counting(nn.Sequential):
-    """Writes to its buffers in each forward, other values on each rank."""
+    """Adds one to its buffer in each forward. Each rank starts at another value."""
 
     def __init__(self) -> None:
         super().__init__(*normed())
@@ -30,18 +28,6 @@ class Counting(nn.Sequential):
         return super().forward(inputs) * self.count
 
 
-def slow(note: Callable[[], None]) -> torch.futures.Future:
-    """A future that is completed later, after a call of ``note``."""
-    future: torch.futures.Future = torch.futures.Future()
-
-    def complete() -> None:
-        note()
-        future.set_result(None)
-
-    threading.Timer(0.3, complete).start()
-    return future
-
-
 @ranks(2)
 def test_the_next_forward_waits_for_futures() -> None:
     """It may run before any backward, for example in validation."""
@@ -49,7 +35,14 @@ def test_the_next_forward_waits_for_futures() -> None:
     seen: list[int] = []
 
     def hook(state: None, named_buffers: dict[str, Tensor]) -> list[torch.futures.Future]:
-        return [slow(lambda: seen.append(int(named_buffers["count"])))]
+        future: torch.futures.Future = torch.futures.Future()
+
+        def complete() -> None:
+            seen.append(int(named_buffers["count"]))
+            future.set_result(None)
+
+        threading.Timer(0.3, complete).start()
+        return [future]
 
     ddp._register_buffer_comm_hook(None, hook)
     for _ in range(2):
@@ -84,15 +77,14 @@ class Averaging(nn.Linear):
         return super().forward(inputs)
 
 
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, tritonddp.replicate])
-@ranks(2, 3)
-def test_the_hook_in_the_documentation_averages_over_all_inputs(wrap: Any) -> None:
+@ranks(2)
+def test_the_hook_in_the_documentation_averages_over_all_inputs() -> None:
     page = (ROOT / "docs" / "options.md").read_text()
     recipe = re.search(r"^def average.*?(?=^\n)", page, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"torch": torch, "dist": dist}
     exec(recipe[0] if recipe else "", names)
     module, expected = Averaging(), torch.zeros(3)
-    ddp = tritonddp.ddp(wrap(module))
+    ddp = DistributedDataParallel(module)
     ddp._register_buffer_comm_hook(ddp.process_group, names["average"])
     for step in range(3):
         inputs = drawn(5, 3, step=step)

@@ -1,23 +1,19 @@
 """Ranks have different numbers of inputs: join()."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-from distributed import (
-    assert_same_on_all_ranks,
-    gather,
-    in_rings,
-    ranks,
-    recorded_collectives,
-)
+from distributed import assert_same_on_all_ranks, gather, in_rings, ranks, recorded_collectives
 from oracle import mean_over_ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.distributed.algorithms.join import Join
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as Stock
 from training import assert_gradients_alike, gradients, wrap
-from uneven import STOCK, Alone, assert_close, loss_of, net, step_of, train
+from uneven import LR, STOCK, assert_close, draw, loss_of, net, step_of, train, trained_alone
 
 from tritonddp import DistributedDataParallel
 
@@ -46,9 +42,8 @@ def test_mean_over_samples_counts_the_ranks_that_have_any(rank: int) -> None:
                 assert_close(gradients(ddp), means, f"rank {rank}, step {step}")
 
 
-@pytest.mark.parametrize("over_present", [False, True], ids=["over_all", "over_present"])
 @ranks(3)
-def test_the_zero_optimizer_of_torch_joins_too(rank: int, over_present: bool) -> None:
+def test_the_zero_optimizer_of_torch_joins_too(rank: int) -> None:
     """A rank without inputs updates its share of the parameters with the reduced gradients."""
     counts = (1, 4, 2)
     adam = {"lr": 0.01, "weight_decay": 0.1}
@@ -56,14 +51,13 @@ def test_the_zero_optimizer_of_torch_joins_too(rank: int, over_present: bool) ->
     for cls, options in [(DistributedDataParallel, {}), (Stock, STOCK)]:
         ddp = cls(net(), bucket_cap_mb=1e-4, **options)
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, **adam)
-        join = Join([ddp, optimizer], divide_by_initial_world_size=not over_present)
-        train(ddp, counts[rank], join, optimizer)
+        train(ddp, counts[rank], Join([ddp, optimizer]), optimizer)
         states.append(ddp.module.state_dict())
         assert_same_on_all_ranks(list(states[-1].values()))
-    alone = Alone(counts, over_present, torch.optim.AdamW, **adam)
-    assert_close(states[0], alone.final, f"rank {rank}")
+    expected = trained_alone(counts, torch.optim.AdamW, **adam).state_dict()
+    assert_close(states[0], expected, f"rank {rank}")
     with pytest.raises(AssertionError):
-        assert_close(states[1], alone.final, f"stock on rank {rank}")
+        assert_close(states[1], expected, f"stock on rank {rank}")
 
 
 @ranks(2)
@@ -89,23 +83,15 @@ def test_collectives_of_join_stop_with_its_context(rank: int) -> None:
     assert collectives() == before
 
 
-@pytest.mark.parametrize("throws", [False, True], ids=["waits", "throws"])
 @ranks(2)
-def test_a_nested_join_is_an_error(rank: int, throws: bool) -> None:
-    for enable in (False, True):
-        ddp = DistributedDataParallel(net())
-        error = rf"rank {rank}.*nested join\(\)"
-        with pytest.raises(RuntimeError, match=error), Join([ddp]):
-            ddp.join()
-        outer = ddp.join(throw_on_early_termination=throws)
-        with pytest.raises(RuntimeError, match=error), outer:  # noqa: PT012
-            with ddp.join(enable=enable):
-                loss_of(ddp, rank, 0).backward()
-            loss_of(ddp, rank, 1).backward()
-        with ddp.join():
-            for step in range(1 + rank):
-                loss_of(ddp, rank, step).backward()
-        assert_same_on_all_ranks(ddp.parameters())
+def test_a_nested_join_is_an_error(rank: int) -> None:
+    ddp = DistributedDataParallel(net())
+    with pytest.raises(RuntimeError, match=rf"rank {rank}.*nested join\(\)"), ddp.join():
+        ddp.join()
+    with ddp.join():
+        for step in range(1 + rank):
+            loss_of(ddp, rank, step).backward()
+    assert_same_on_all_ranks(ddp.parameters())
 
 
 @ranks(3, views=True)
@@ -160,3 +146,44 @@ def test_the_order_of_gradients_is_that_of_a_rank_with_inputs(rank: int) -> None
     orders = gather(ddp._ddp_state.core.bucket_set.names)
     assert orders == [orders[1]] * 3
     assert orders[0] != ["c", "b", "a"]
+
+
+# Communication hooks, and options
+
+
+@ranks(3)
+def test_communication_hooks_run_on_ranks_without_inputs_as_in_stock(rank: int) -> None:
+    """They divide by the world size, regardless of ``divide_by_initial_world_size``."""
+    for hook in (default_hooks.allreduce_hook, debugging_hooks.noop_hook):
+        trained = []
+        for cls, options in ((DistributedDataParallel, {}), (Stock, STOCK)):
+            ddp: Any = cls(net(), bucket_cap_mb=1e-4, **options)
+            ddp.register_comm_hook(None, hook)
+            train(ddp, (2, 0, 3)[rank], ddp.join(divide_by_initial_world_size=False))
+            trained.append(ddp.module.state_dict())
+        assert_close(*trained, hook.__name__)
+        assert_same_on_all_ranks(list(trained[0].values()))
+
+
+@ranks(2)
+def test_optimizers_in_the_backward_step_on_ranks_without_inputs(rank: int) -> None:
+    counts = (1, 3)
+    module = net()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": LR})
+    ddp = DistributedDataParallel(module, bucket_cap_mb=1e-4)
+    with ddp.join():
+        for step in range(counts[rank]):
+            loss_of(ddp, rank, step).backward()
+        if rank == 1:
+            ddp(draw(rank, 0)[0])  # a forward without a backward causes no step
+    for param, trained in zip(ddp.parameters(), trained_alone(counts).parameters(), strict=True):
+        assert_close(param.detach(), trained.detach(), f"rank {rank}")
+
+
+@ranks(2)
+def test_lazy_buckets_are_released_on_ranks_without_inputs(rank: int) -> None:
+    counts = (1, 4)
+    ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4, lazy_bucket_allocation=True)
+    train(ddp, counts[rank], ddp.join())
+    assert all(bucket.flat is None for bucket in ddp.reducer.buckets)
+    assert_close(ddp.module.state_dict(), trained_alone(counts).state_dict(), f"rank {rank}")

@@ -1,6 +1,5 @@
 """``metrics=True``: times of a step and its parts, over all ranks."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -82,31 +81,22 @@ def test_accumulated_backwards_belong_to_the_step_that_reduces_them() -> None:
         assert found[f"{part}_ms"] == pytest.approx(4 * 40, rel=1e-3)
 
 
-@ranks(2)
-def test_a_failed_backward_does_not_count_as_a_step(rank: int) -> None:
-    """In a step in which the other rank gathers times: the next collectives match."""
-    ddp = DistributedDataParallel(net(), metrics=True)
-    with time_of_test() as time:
-        train(ddp, EVERY - 1, lambda _: time.sleep(0.1))
-        outputs = ddp(torch.randn(8, 30).to(ddp.device))
-        with breaking_off(ddp.module[2].weight, rank == 1):
-            outputs.sum().backward()
-        ddp.zero_grad()
-        time.sleep(5 * rank)
-        train(ddp, 1, lambda _: time.sleep(0.1))
-        found = train(ddp, EVERY, lambda _: time.sleep(0.1))[-1]
-        ddp.check_sync(gradients=False)
-    assert found["step"] == 2 * EVERY + 1
-    assert found["input_ms_max"] == pytest.approx(100, rel=1e-3)
-    assert gather(found) == [found] * 2
-
-
 @ranks(1)
 def test_a_single_rank_has_its_local_times() -> None:
-    ddp = DistributedDataParallel(net())
     with pytest.raises(RuntimeError, match=r"rank \d: metrics\(\) requires metrics=True"):
-        ddp.metrics()
-    ddp = DistributedDataParallel(net(), metrics=True)
-    found = train(ddp, EVERY, lambda _: time.sleep(0.002))[-1]
-    assert found["forward_ms"] >= 2
+        DistributedDataParallel(net()).metrics()
+    found = train(DistributedDataParallel(net(), metrics=True), EVERY)[-1]
     assert found["slowest_rank"] == 0
+
+
+@ranks(2)
+def test_a_failed_backward_does_not_count_as_a_step(rank: int) -> None:
+    """The other rank gathers times in that step. The next collectives of the ranks match."""
+    ddp = DistributedDataParallel(net(), metrics=True)
+    train(ddp, EVERY - 1)
+    loss = ddp(torch.randn(8, 30)).sum()
+    with breaking_off(ddp.module[2].weight, rank == 1):
+        loss.backward()
+    found = train(ddp, EVERY + 1)[-1]
+    assert found["step"] == 2 * EVERY + 1
+    assert gather(found) == [found] * 2

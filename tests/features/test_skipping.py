@@ -10,19 +10,19 @@ from training import filled, gradients, wrap
 from tritonddp import DistributedDataParallel
 
 
-def loss_of(net: nn.Module, layers: str, x: Tensor | None = None) -> Tensor:
-    """Through these layers. Each is a bucket, and the last layer is in the first bucket."""
-    return net(filled(2, 8) if x is None else x, layers).square().sum()
+def loss_of(net: nn.Module, layers: str) -> Tensor:
+    """A loss of these layers. Each is a bucket, and the last layer is in the first bucket."""
+    return net(filled(2, 8), layers).square().sum()
 
 
-def wrapped(skip: bool, view: bool = False, counts: bool = False) -> DistributedDataParallel:
+def wrapped(skip: bool, view: bool = False) -> DistributedDataParallel:
     torch.manual_seed(0)
     net = wrap(
         Layers("abc", 8, bias=False),
         view,
         bucket_cap_mb=1e-4,
         skip_all_reduce_unused_params=skip,
-        transport="process_group" if counts else "auto",
+        transport="process_group",
     )
     loss_of(net, "abc").backward()  # decides the order
     # A parameter that is unused for the first time may be used by an inner backward: it is sent.
@@ -54,8 +54,8 @@ def steps(net: DistributedDataParallel) -> tuple[list[int], list[Tensor | None]]
 
 @ranks(2, 3, views=True)
 def test_the_same_gradients_with_fewer_messages(view: bool) -> None:
-    sent, grads = steps(wrapped(skip=True, view=view, counts=True))
-    sent_by_all, expected = steps(wrapped(skip=False, view=view, counts=True))
+    sent, grads = steps(wrapped(skip=True, view=view))
+    sent_by_all, expected = steps(wrapped(skip=False, view=view))
     assert sent_by_all == [3] * 7
     # Layer c is in the first bucket, which is always sent.
     assert sent == [3, 2, 1, 2, 3, 2, 3]

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
+from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
 from test_replicate import Encoder, seeded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,15 +35,10 @@ def test_compiled_models_are_averaged(is_first: bool) -> None:
         assert_same_on_all_ranks(gradients(net))
         descend(net)
         descend(plain)
-    with ddp(call).no_sync():
-        net.zero_grad()
-        squares(call(drawn(5, 4))).backward()
-    first, other = gather(net.head.weight.grad)
-    assert not torch.equal(first, other)
 
 
 @ranks(2)
-def test_ddp_finds_the_wrapper_of_what_is_compiled() -> None:
+def test_ddp_finds_the_wrapper_of_a_compiled_module() -> None:
     net = replicate(seeded())
     compiled = torch.compile(net)
     assert ddp(compiled) is ddp(net)
@@ -74,9 +69,7 @@ def test_a_sliced_module_keeps_its_parameters_and_its_checkpoints() -> None:
     state = net.state_dict()
     assert list(state) == keys
     assert all(isinstance(each, DTensor) for each in state.values())
-    others = gather([each.full_tensor() for each in state.values()])
-    for other in others[1:]:
-        assert_same_bits(other, others[0])
+    assert_same_on_all_ranks([each.full_tensor() for each in state.values()])
     saved = copy.deepcopy(state)
     optimizer.step()
     net.load_state_dict(saved)

@@ -1,4 +1,4 @@
-"""``reduce_gradients``: errors, logs, frozen and added parameters.
+"""``reduce_gradients``: errors and logs.
 
 ``differential/named/requests.py`` compares the means.
 """
@@ -12,7 +12,7 @@ from distributed import ranks, recorded_collectives
 from logged import logged
 from modules import OnDemand
 from torch import nn
-from training import assert_close, assert_gradients_alike, gradients, means, train_step
+from training import assert_close, gradients, means
 
 from tritonddp import DistributedDataParallel
 
@@ -36,14 +36,12 @@ def test_invalid_requests_are_refused_before_a_collective() -> None:
             (ValueError, "got 7 gradients for 8 parameters", [None] * 7, None),
             (
                 ValueError,
-                r"'first.weight' should match its parameter, \(30, 3\)",
-                [wrong] + [None] * 7,
+                r"'first.weight' should match .* \(30, 3\)",
+                {"first.weight": wrong},
                 None,
             ),
-            (ValueError, "", {"first.weight": wrong.double()}, None),
             (TypeError, r"'first.weight' should be a tensor, got 3", [3] + [None] * 7, None),
             (TypeError, "", "text", None),
-            (TypeError, "", [None] * 8, 5),
             ((TypeError, ValueError), "", [params[0]], [None]),
             (ValueError, r"no\.such", {"no.such": wrong}, None),
             (ValueError, "pass the gradients too", None, params),
@@ -77,15 +75,14 @@ def test_a_sparse_gradient_on_one_rank_leaves_no_rank_waiting(rank: int) -> None
     ddp, x = wrapped()
     with ddp.no_sync():
         ddp(x).sum().backward()
+    bias = ddp.module.last.bias
     if rank:
-        ddp.module.last.bias.grad = torch.ones(2, dtype=torch.float64).to_sparse()
+        bias.grad = torch.ones_like(bias).to_sparse()
         with pytest.raises(RuntimeError, match=r"last\.bias"):
             ddp.reduce_gradients()
     else:
         ddp.reduce_gradients()
-        assert ddp.module.last.bias.grad.isnan().all()
-    train_step(ddp, x, loss=torch.sum)
-    assert_gradients_alike(ddp)
+        assert bias.grad.isnan().all()
 
 
 @ranks(2)

@@ -119,7 +119,7 @@ def memory_events(profile: torch.profiler.profile) -> Iterator[Any]:
 
 
 def peak_bytes(function: Any) -> int:
-    """The most bytes that tensors on the CPU held during ``function()`` beyond those before."""
+    """Return the peak of the bytes that ``function()`` allocates for tensors on the CPU."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:

@@ -8,19 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import ranks, recorded_collectives
+from distributed import ranks
 from modules import mlp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from training import (
-    assert_gradients_alike,
-    assert_right_step,
-    drawn,
-    train_step,
-    wrap,
-)
-
-from tritonddp.reducer.graph.backward import FAILED, WAITING, Backward
+from training import assert_gradients_alike, assert_right_step, drawn, train_step, wrap
 
 
 def net() -> nn.Sequential:
@@ -67,27 +59,3 @@ def test_a_backward_in_a_communication_hook_is_an_error() -> None:
     ddp.register_comm_hook(None, hook)
     with pytest.raises(RuntimeError, match=error):
         train_step(ddp, batch(0))
-
-
-def test_a_failed_backward_cannot_get_another_phase() -> None:
-    backward = Backward("rank 0, step 1", [])
-    backward.fail()
-    assert backward.phase is FAILED
-    with pytest.raises(RuntimeError, match=r"cannot move from Phase\.FAILED to Phase\.WAITING"):
-        backward.moves_to(WAITING)
-
-
-@ranks(2)
-def test_one_rank_may_run_a_forward_with_gradients_alone(rank: int) -> None:
-    """As an evaluation without ``torch.no_grad()``: a forward makes no collective.
-
-    Stock DDP rebuilds its buckets there, with a broadcast that the other ranks do not make.
-    """
-    ddp = wrap(net())
-    for step in range(3):
-        assert_right_step(ddp, batch(step))
-        with recorded_collectives() as calls:
-            if rank == 0:
-                ddp(batch(step))
-        assert not calls
-        dist.barrier()

@@ -4,7 +4,7 @@
     for number in range(5):
         pair.step(drawn(5, 4, step=number))
 
-Both are wrapped by ours with the same options, so that values have the same bits.
+Both are wrapped by tritonddp with the same options, so that values have the same bits.
 """
 
 import copy
@@ -18,28 +18,14 @@ from training import squares
 
 from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer
 
-# Of wrappers: how values and gradients travel.
-TRANSPORTS: dict[str, dict[str, Any]] = {
-    "memory": {"transport": "auto"},
-    "process group": {"transport": "process_group"},
-}
-
-
-def all_params(net: nn.Module) -> Any:
-    """What an optimizer is usually given."""
-    return net.parameters()
-
 
 class Pair:
-    """See above.
+    """A module with ``ZeroRedundancyOptimizer``, and a copy of it with the plain optimizer.
 
     Args:
-        module: wrapped twice.
-        optimizer_class: steps the parameters.
-        params: of a wrapper, what its optimizer is given.
-        wrapper: options of both wrappers, or what makes them from a module.
-        tolerance: of values; without one they have the same bits.
-        options: of the optimizer.
+        params: a function that returns the parameters of a wrapper for its optimizer.
+        wrapper: options of both wrappers.
+        options: of the optimizers.
 
     Attributes:
         zero, plain: the two wrappers.
@@ -50,15 +36,13 @@ class Pair:
         self,
         module: nn.Module,
         optimizer_class: Any = torch.optim.AdamW,
-        params: Callable[[nn.Module], Any] = all_params,
-        wrapper: dict[str, Any] | Callable[[nn.Module], dict[str, Any]] | None = None,
-        tolerance: dict[str, Any] | None = None,
+        params: Callable[[nn.Module], Any] = nn.Module.parameters,
+        wrapper: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         options = {"lr": 0.05, **options}
-        self.tolerance = tolerance
         self.zero, self.plain = (
-            DistributedDataParallel(each, **(wrapper(each) if callable(wrapper) else wrapper or {}))
+            DistributedDataParallel(each, **(wrapper or {}))
             for each in (module, copy.deepcopy(module))
         )
         self.optimizer = ZeroRedundancyOptimizer(params(self.zero), optimizer_class, **options)
@@ -69,40 +53,26 @@ class Pair:
         yield self.zero, self.optimizer
         yield self.plain, self.oracle
 
-    def step(
-        self, *inputs: Any, between: Callable[[Any, Any], Any] | None = None, **kwargs: Any
-    ) -> None:
-        """One step of both, which end alike.
-
-        Args:
-            between: called with wrapper and optimizer, after the backward.
-        """
-        for net, optimizer in self.each():
+    def step(self, *inputs: Any, **kwargs: Any) -> None:
+        """One step of both, which must end with the same values."""
+        for net, _ in self.each():
             squares(net(*inputs, **kwargs)).backward()
-            if between is not None:
-                between(net, optimizer)
+        self.end()
+
+    def end(self) -> None:
+        """Step both optimizers, which must end with the same values."""
+        for _, optimizer in self.each():
             optimizer.step()
             optimizer.zero_grad()
         self.check()
 
-    def end(self, what: str = "") -> None:
-        """Both optimizers step, and end alike."""
-        for _, optimizer in self.each():
-            optimizer.step()
-            optimizer.zero_grad()
-        self.check(what)
-
     def check(self, what: str = "") -> None:
-        """Values are those of the plain optimizer, and the same on all ranks."""
+        """The values are the same on all ranks, and are the values of the plain optimizer."""
         zero = dict(self.zero.module.named_parameters())
-        plain = dict(self.plain.module.named_parameters())
-        if self.tolerance is None:
-            assert_same_bits(zero, plain, what)
-        else:
-            torch.testing.assert_close(zero, plain, **self.tolerance)
+        assert_same_bits(zero, dict(self.plain.module.named_parameters()), what)
         assert_same_on_all_ranks(list(zero.values()), what)
 
 
 def owner_of(optimizer: ZeroRedundancyOptimizer, param: Tensor) -> int | None:
-    """The rank that steps it; ``None`` if the optimizer does not have it."""
+    """The rank that steps the parameter; ``None`` if the optimizer does not have it."""
     return optimizer._owners.get(param)

@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint``, as docs/sharded-optimizer.md says."""
+"""``torch.distributed.checkpoint``, as in docs/sharded-optimizer.md."""
 
 from pathlib import Path
 from typing import Any

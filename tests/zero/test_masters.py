@@ -1,4 +1,4 @@
-"""fp32 copies of parameters in low precision: as if the user kept them, and sharded."""
+"""``master_weights=True``: sharded fp32 copies of parameters in low precision."""
 
 import copy
 from contextlib import nullcontext
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, ranks
 from modules import Layers, mlp
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from training import drawn, gradients, squares, wrap
 from versions import needs_grad_dtype
@@ -20,7 +20,7 @@ LR = 1e-4  # a step is less than half of the last bit of most parameters
 
 
 class ByHand:
-    """The copies of all parameters, on each rank."""
+    """Each rank has copies of all parameters."""
 
     def __init__(self, net: nn.Module) -> None:
         self.params = list(net.parameters())
@@ -73,7 +73,7 @@ def with_fp32_gradients(module: nn.Module) -> nn.Module:
 @needs_grad_dtype
 @ranks(2)
 def test_fp32_gradients_reach_the_copies_as_they_are() -> None:
-    """Accumulated and clipped, and of layers that a rank leaves out, or all ranks."""
+    """Gradients are accumulated and clipped. One rank or all ranks leave out some layers."""
     module = Layers("abc", 16).bfloat16()
     plain, ours = (wrap(with_fp32_gradients(module)) for _ in range(2))
     by_hand, optimizer = ByHand(plain), sharded(ours)
@@ -92,17 +92,3 @@ def test_fp32_gradients_reach_the_copies_as_they_are() -> None:
         by_hand.step()
         optimizer.step()
         assert_same_bits(dict(ours.module.state_dict()), dict(plain.module.state_dict()))
-
-
-@ranks(2)
-def test_values_that_a_user_writes_count() -> None:
-    ours = wrap(mlp(8, 16, 4).bfloat16())
-    optimizer = sharded(ours)
-    train(ours, optimizer, range(3))
-    with torch.no_grad():
-        for param in ours.parameters():
-            param.fill_(1.0)
-    ours.zero_grad()
-    optimizer.step()  # without gradients it changes nothing
-    parameters: list[Tensor] = list(ours.parameters())
-    assert all(bool((each == 1).all()) for each in parameters)

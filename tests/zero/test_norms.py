@@ -1,4 +1,4 @@
-"""Norms of gradients that several ranks own, and what clips them."""
+"""Norms of gradients that several ranks own."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ INF = float("inf")
 @pytest.mark.parametrize("norm_type", [2, INF])
 @ranks(2)
 def test_torchs_function_clips_by_the_norm_of_all(norm_type: float) -> None:
-    """Also the one that was imported by name before there was an optimizer."""
+    """Also a function that was imported by name before the optimizer was created."""
     pair = Pair(mlp(4, 8, 8, 2))
     for number in range(4):
         for net, _ in pair.each():
@@ -47,7 +47,7 @@ def test_a_norm_that_is_not_finite_raises_on_all_ranks(rank: int) -> None:
 
 @ranks(2)
 def test_other_tensors_have_the_norm_of_this_rank(rank: int) -> None:
-    """On one rank alone too: nobody waits for another one."""
+    """Also if only one rank calls the function: it makes no collective."""
     net = wrap(mlp(4, 8, 2))
     optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
     squares(net(drawn(5, 4))).backward()
@@ -68,7 +68,7 @@ def test_other_tensors_have_the_norm_of_this_rank(rank: int) -> None:
 
 
 class Overflows(nn.Module):
-    """The gradient of one of its parameters, of one element each, is not finite in a call."""
+    """Parameters of one element. A call selects one whose gradient is not finite."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
