@@ -1,4 +1,4 @@
-"""Ranks that wait log which rank is behind, and the stack of its Python code."""
+"""Ranks that wait log the rank that is behind, and the stack of its Python code."""
 
 import contextlib
 import gc
@@ -35,15 +35,15 @@ THREAD, LOGGER = "tritonddp-hang", "tritonddp.diagnostics.hang"
 
 @contextlib.contextmanager
 def seconds(limit: str, **more: str) -> Iterator[None]:
-    """Context: wrappers that are made inside report after ``limit`` seconds."""
+    """Context: wrappers created inside report after ``limit`` seconds."""
     with mock.patch.dict(os.environ, {hang.SECONDS: limit, **more}):
         yield
 
 
 class Reports(Kept):
-    """Keeps what is logged, and makes a file once a line has all these texts.
+    """Keeps log records, and creates a file once a line contains all these texts.
 
-    A rank is late until the other ranks have reported it, on a busy machine too.
+    A late rank waits for this file, so that the other ranks report it on a busy machine too.
     """
 
     def __init__(self, path: Path, *texts: str) -> None:
@@ -57,22 +57,22 @@ class Reports(Kept):
 
     @property
     def line(self) -> str:
-        """The first line that has all texts."""
+        """The first line that contains all texts."""
         lines = (line for line in self.lines() if all(text in line for text in self.texts))
         return next(lines, "")
 
 
 @contextlib.contextmanager
 def reports(limit: str, path: Path, *texts: str, **more: str) -> Iterator[Reports]:
-    """Context: wrappers that are made inside report after ``limit`` seconds; see the class."""
-    gc.collect()  # wrappers of other tests, whose groups are gone
+    """Context: wrappers created inside report after ``limit`` seconds. See :class:`Reports`."""
+    gc.collect()  # wrappers of other tests, whose groups were destroyed
     kept = Reports(path, *texts)
     with seconds(limit, **more), logged(logging.INFO, LOGGER, kept):
         yield kept
 
 
 def tokenize(*paths: Path) -> None:
-    """Takes until these files are there."""
+    """Wait until these files exist."""
     while not all(path.exists() for path in paths):
         time.sleep(0.1)
 
@@ -153,7 +153,7 @@ def test_the_thread_reports_while_the_host_waits_for_its_device(rank: int, tmp_p
             tokenize(tmp_path / "0")
             backward()
             return
-        # As with NCCL: the host continues, and the collectives end whenever those of gloo do.
+        # As over NCCL, the host continues, and the collectives complete later.
         late: list[Any] = []
         original = dist.Work.wait
 
@@ -221,22 +221,21 @@ def test_errors_of_the_number_of_seconds() -> None:
             hang.hang_seconds()
 
 
-# Reports of posts
-
-
-def fake_group(size: int = 2) -> Any:
-    process_group = SimpleNamespace(size=lambda: size)  # torch does not know it
-    return SimpleNamespace(size=size, rank=0, process_group=process_group, tell_made=mock.Mock())
+# Texts of reports
 
 
 def report_of(*places: hang.Place, waits: bool = True) -> list[str]:
-    """The report of ranks at these places; the last one may wait for nobody."""
+    """The report of ranks at these places. Unless ``waits``, only rank 0 waits."""
     store = dist.HashStore()
     posts = {}
     for rank, place in enumerate(places):
         store.set(f"tritonddp/hang/{rank}/stack", json.dumps([f"train.py:{rank} in main: line"]))
         posts[rank] = hang.Post([place], waits or rank == 0, f"process {rank}")
-    return hang._Answers(fake_group(len(places)), store).report(posts)
+    size = len(places)
+    group: Any = SimpleNamespace(
+        process_group=SimpleNamespace(size=lambda: size), rank=0, size=size
+    )
+    return hang._Answers(group, store).report(posts)
 
 
 def test_reports_if_no_rank_is_behind_or_ranks_wait_at_different_places() -> None:
@@ -262,17 +261,6 @@ def test_reports_if_no_rank_is_behind_or_ranks_wait_at_different_places() -> Non
     ]
 
 
-def test_posts_are_read_twice_before_a_report_and_a_failed_store_is_asked_once() -> None:
-    own = hang.Post([hang.Place(0, 7, 2, 1, "")], True, "process 0")
-    failed = mock.Mock(**{"set.side_effect": dist.DistStoreError})
-    for store, found in (dist.HashStore(), ([], "rank 1 has not started")), (failed, (None, None)):
-        watch = hang._GroupWatch(fake_group(), 1.0)
-        with mock.patch.object(hang, "own_connection", lambda _, store=store: store):
-            assert watch._ask(own) == found[0]
-            assert str(found[1]) in str(watch._ask(own))
-    assert failed.set.call_count == 1
-
-
 @ranks(2)
 def test_a_rank_inside_another_backward_says_so(rank: int, tmp_path: Path) -> None:
     other = dist.new_group()
@@ -293,7 +281,7 @@ def test_a_rank_inside_another_backward_says_so(rank: int, tmp_path: Path) -> No
 def test_a_rank_with_fewer_backwards_leaves_their_number(
     ends: bool, rank: int, tmp_path: Path
 ) -> None:
-    """Its wrapper was deleted, or it is busy elsewhere."""
+    """Its wrapper was deleted, or the rank runs other code."""
     gc.collect()
     group = dist.new_group()
     with seconds("1", TORCHELASTIC_USE_AGENT_STORE=str(ends)):
