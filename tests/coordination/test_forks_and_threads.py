@@ -43,7 +43,7 @@ def step(net: nn.Module, seed: int) -> None:
 
 
 def in_child(call: Callable[[], Any]) -> str:
-    """Run ``call`` in a forked process; returns its error, or "ended"."""
+    """Run ``call`` in a forked process. Return its error, or "ended"."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
@@ -67,7 +67,7 @@ def in_child(call: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("options", [{}, {"compression": "int8"}], ids=["plain", "int8"])
 @ranks(2)
 def test_a_forked_process_sends_nothing_and_training_continues(rank: int, options: Any) -> None:
-    """On the connections that it shares, its messages would look like messages of the rank."""
+    """Its messages on the shared connections would look like messages of the rank."""
     ddp = DistributedDataParallel(layers(), **options)
     without_buffers = DistributedDataParallel(nn.Linear(4, 2))
     for seed in range(2):
@@ -78,17 +78,12 @@ def test_a_forked_process_sends_nothing_and_training_continues(rank: int, option
         with torch.no_grad():
             net.eval()(batch(3))
 
-    def accumulate() -> None:
-        with ddp.no_sync():
-            step(ddp, 3)
-
     def join() -> None:
         with ddp.join():
             pass
 
     refused = [
         evaluate,
-        accumulate,
         join,
         lambda: step(ddp, 3),
         loss.backward,

@@ -29,6 +29,8 @@ class Net(nn.Module):
         self.register_buffer("mask", torch.tensor([True, False]))
         self.register_buffer("count", torch.tensor(3))
         self.register_buffer("nothing", torch.empty(0))
+        self.packed = torch.zeros(4, dtype=torch.uint8)
+        self.register_buffer("fp4", self.packed.view(torch.float4_e2m1fn_x2))
 
     def forward(self, x: Tensor, both: bool = True) -> Tensor:
         x = self.layers[0](self.norm(x) * self.scale)
@@ -74,7 +76,7 @@ def test_a_parameter_that_differs_on_one_rank_is_named(rank: int) -> None:
         add(ddp.module.layers[1].weight[2, 3], 1e-6)
     text = error_of(ddp.check_sync)
     others = "rank 0 has" if victim == 1 else "ranks 0 and 1 have"
-    heading = "1 of 8 parameters, 0 of 4 buffers, 0 of 8 gradients"
+    heading = "1 of 8 parameters, 0 of 5 buffers, 0 of 8 gradients"
     assert text.startswith(f"rank {rank}, step 1, check_sync(): values differ between ")
     assert f"({heading}):" in text
     line = re.search(r"parameter 'layers.1.weight' \(4, 4\) torch.float32: (.*)", text)
@@ -91,13 +93,15 @@ def test_buffers_gradients_and_signs_of_zero_are_named(rank: int) -> None:
     if rank == 1:
         ddp.module.mask.logical_not_()
         ddp.module.count += 1
+        ddp.module.packed[2] = 7
         ddp.module.layers[0].weight.grad[0, 0] = torch.nan
         ddp.module.layers[0].bias.grad = None
         ddp.module.layers[2].weight.grad = torch.zeros(4, 4)
     text = error_of(ddp.check_sync)
-    assert "(0 of 8 parameters, 2 of 4 buffers, 3 of 8 gradients):" in text
+    assert "(0 of 8 parameters, 3 of 5 buffers, 3 of 8 gradients):" in text
     for line in (
         r"buffer 'mask' \(2,\) torch.bool: rank 0 has norm 1 .*; rank 1 has norm 1 ",
+        r"buffer 'fp4' \(4,\) torch.float4_e2m1fn_x2: rank 0 has norm 0",
         r"buffer 'count' \(\) torch.int64: rank 0 has norm 3 .*; rank 1 has norm 4 ",
         r"gradient 'layers.0.weight' .*rank 1 has norm nan",
         r"gradient 'layers.0.bias' .*rank 1 has none",
