@@ -20,7 +20,6 @@ from training import (
     gradients,
     in_threads,
     train_step,
-    wrap,
 )
 
 from tritonddp import DistributedDataParallel
@@ -117,20 +116,6 @@ def test_a_forked_process_sends_nothing_and_training_continues(rank: int, option
 
 
 # Threads
-
-
-@ranks(2, views=True)
-def test_forward_and_backward_may_run_on_different_threads(view: bool) -> None:
-    ddp = wrap(layers(), view, bucket_cap_mb=1e-4)
-    alone = copy.deepcopy(ddp.module)
-    for seed in range(3):
-        step(alone, seed)
-        ddp.zero_grad()
-        loss = ddp(batch(seed)).pow(2).sum()
-        in_threads(loss.backward)
-        assert_mean_of(ddp, alone)
-        in_threads(lambda seed=seed: step(ddp, seed))  # type: ignore[misc]
-        assert_mean_of(ddp, alone)
 
 
 @ranks(2)

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import give_up_after, ranks
-from launched import played
 from logged import Kept, logged
 from recording.device import recording
 from torch import nn
@@ -202,19 +200,6 @@ def test_a_rank_that_does_not_answer_and_one_that_still_wraps(rank: int, tmp_pat
         assert any("test_hang.py" in line for each in found["stacks"].values() for line in each)
 
 
-def test_without_a_thread_there_is_no_watch() -> None:
-    wrapper: Any = mock.Mock(group=SimpleNamespace(size=2, rank=0, process_group=None))
-    start = mock.patch.object(hang._Watch, "start", side_effect=RuntimeError("no more threads"))
-    with (
-        mock.patch.object(hang, "_watch", None),
-        seconds("1"),
-        start,
-        logged(logging.WARNING) as kept,
-    ):
-        hang.watch(wrapper)
-    assert "hangs are not watched: no more threads" in kept.lines()[-1]
-
-
 def test_errors_of_the_number_of_seconds() -> None:
     for text in "soon", "-1", "nan":
         with seconds(text), pytest.raises(ValueError, match=f"{hang.SECONDS}.*{text!r}"):
@@ -299,18 +284,3 @@ def test_a_rank_with_fewer_backwards_leaves_their_number(
             del model
             gc.collect()
         dist.barrier()
-
-
-@pytest.mark.long
-def test_a_program_that_ends_early_leaves_the_number_of_its_backwards(tmp_path: Path) -> None:
-    script = """
-        import torch, torch.distributed as dist, tritonddp
-
-        dist.init_process_group("gloo")
-        model = tritonddp.DistributedDataParallel(torch.nn.Linear(2, 2))
-        for step in range(4 - 2 * dist.get_rank()):
-            model(torch.ones(1, 2)).sum().backward()
-    """
-    done = played(textwrap.dedent(script), tmp_path, nproc=2)
-    numbers = "rank 1 has run 1 fewer reduced backwards than this rank (2; this rank: 3)"
-    assert numbers in done.stderr

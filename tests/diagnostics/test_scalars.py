@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather, ranks, recorded_collectives
 from modules import mlp
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from training import HEADER_BYTES, WAYS, breaking_off, drawn, squares, wrap
+from training import HEADER_BYTES, WAYS, drawn, squares, wrap
 
 from tritonddp import DistributedDataParallel
 
@@ -96,31 +95,6 @@ def test_the_mean_is_weighted_as_the_gradients_are(rank: int) -> None:
     assert ddp.reduced_scalars()["loss"].mean.item() == pytest.approx((10 + 2 * 20) / 3)
 
 
-@ranks(2, 3)
-def test_a_rank_without_inputs_gets_the_scalars_of_the_others(rank: int) -> None:
-    ddp = wrap(mlp(4, 8, 2), scalars=NAMES)
-    with ddp.join():
-        for number in range(2 if rank else 4):
-            own = step(ddp, number)
-    assert_reduced(ddp, None if rank else own)
-
-
-@ranks(1, 2)
-def test_requests_and_communication_hooks_send_them() -> None:
-    ddp = wrap(mlp(4, 8, 2), scalars=NAMES)
-    with ddp.no_sync():
-        own = step(ddp)
-    ddp.reduce_gradients()
-    assert_reduced(ddp, own, "accumulated")
-    params = list(ddp.parameters())
-    loss = squares(ddp(drawn(5, 4)))
-    ddp.add_scalars(loss=float(loss), tokens=torch.tensor([3]))
-    ddp.reduce_gradients(torch.autograd.grad(loss, params), params)
-    assert_reduced(ddp, (float(loss), 3), "given")
-    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    assert_reduced(ddp, step(ddp, 1), "hook")
-
-
 @ranks(2)
 def test_without_a_call_the_sum_is_zero_and_the_mean_nan() -> None:
     ddp = wrap(mlp(4, 8, 2), scalars="loss")
@@ -131,20 +105,6 @@ def test_without_a_call_the_sum_is_zero_and_the_mean_nan() -> None:
             ddp(drawn(5, 4)).sum().backward()
         found = ddp.reduced_scalars()["loss"]
         assert (found.sum.item(), found.mean.isnan().item()) == ((2, False) if adds else (0, True))
-
-
-@ranks(2)
-def test_a_failed_backward_drops_the_scalars_of_its_rank(rank: int) -> None:
-    ddp = wrap(mlp(4, 8, 2), scalars=NAMES)
-    step(ddp)
-    out = ddp(drawn(5, 4))
-    ddp.add_scalars(loss=5, tokens=7)
-    with breaking_off(out, rank == 1):
-        out.sum().backward()
-    if rank == 0:
-        found = ddp.reduced_scalars()["tokens"]
-        assert (found.sum.item(), found.mean.item()) == (7, 7)
-    assert_reduced(ddp, step(ddp))
 
 
 @ranks(3)
@@ -158,12 +118,6 @@ def test_a_rank_without_scalars_is_named(rank: int) -> None:
     ):
         step(ddp, adds=rank != 1)
     assert_reduced(ddp, step(ddp))
-
-
-@ranks(2)
-def test_names_that_differ_are_an_error_at_wrapping(rank: int) -> None:
-    with pytest.raises(RuntimeError, match=r"scalars.*'loss'.*'los'|scalars.*'los'.*'loss'"):
-        wrap(mlp(4, 8, 2), scalars=("loss",) if rank else ("los",))
 
 
 @ranks(1)

@@ -78,14 +78,6 @@ def test_the_inner_tensors_are_sent_and_compared(rank: int) -> None:
 
 
 @ranks(2)
-def test_an_inner_tensor_of_another_shape_is_named(rank: int) -> None:
-    module = net(Flat, 0)
-    module.weight.scale = torch.ones(1 + rank)
-    with pytest.raises(RuntimeError, match=r"'weight\.scale'.*\(1,\).*\(2,\)"):
-        wrap(module)
-
-
-@ranks(2)
 def test_an_opaque_tensor_stays_rank_local_and_the_log_names_it_once(rank: int) -> None:
     verify._left_alone.clear()
     with logged(logging.WARNING) as kept:
