@@ -1,11 +1,6 @@
 """Each benchmark runs once at a small size, with correct counts and complete results."""
 
-import importlib
 import json
-import shlex
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +9,17 @@ import torch
 from launched import ROOT, run
 from training import HEADER_BYTES
 
-Content = dict[str, Any]
-
-
-def measured(command: str, out: Path, root: Path = ROOT) -> tuple[Content, str]:
-    """Run a command of ``benchmarks`` in the tree ``root``; return its results and its output."""
-    script, *arguments = shlex.split(command)
-    done = run(
-        *(root / "benchmarks" / script, *arguments, "--out", out),
-        nproc=2,
-        env={"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"},
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(out.read_text()), done.stdout
-
-
 PARAMETERS, TENSORS = 400 * (32 * 32 + 32), 800  # of the model "branchy"
 
 
 @pytest.mark.long
 def test_steps_are_timed_and_count_right(tmp_path: Path) -> None:
-    command = "step/step.py --rounds 2 --builds 1 --models branchy"
-    content, _ = measured(command, tmp_path / "result.json")
+    out, script = tmp_path / "result.json", ROOT / "benchmarks" / "step" / "step.py"
+    options = ("--rounds", "2", "--builds", "1", "--models", "branchy", "--out", out)
+    env = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    done = run(script, *options, env=env, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(out.read_text())
     assert content["machine"]["torch"] == torch.__version__
     ((_, result),) = content["models"].items()
     assert result["rounds"] == [2]
@@ -79,12 +62,8 @@ def test_kernels_are_timed_by_pytest_benchmark_once_they_are_right(tmp_path: Pat
     assert done.returncode == 1, done.stdout + done.stderr
     assert "64000 of 64000 elements are wrong" in done.stdout
     assert f"test_kernel[flatten-{bucket}-idle]" in done.stdout
-    assert "1 failed" in done.stdout
-    content = json.loads(out.read_text())
-    assert content["machine"]["torch"] == content["machine_info"]["torch"] == torch.__version__
     groups: dict[str, dict[str, Any]] = {}
-    for row in content["benchmarks"]:
-        assert row["stats"]["rounds"] == len(row["stats"]["data"]) == 2
+    for row in json.loads(out.read_text())["benchmarks"]:
         groups.setdefault(row["group"], {})[row["extra_info"]["contender"]] = row
     assert len(groups) == 5
     for group in groups.values():
@@ -94,48 +73,3 @@ def test_kernels_are_timed_by_pytest_benchmark_once_they_are_right(tmp_path: Pat
     info, least = ours["extra_info"], ours["stats"]["min"]
     assert info["bytes"] == 2 * 2 * 64_000
     assert info["gb_per_s"] == pytest.approx(info["bytes"] / least / 1e9)
-
-
-@pytest.mark.thorough
-def test_a_planted_slowdown_is_found(tmp_path: Path) -> None:
-    """A sleep in each flatten, in the working tree compared with its commit."""
-    folder = tmp_path / "repository"
-    ignore = shutil.ignore_patterns("__pycache__", "results")
-    for name in ("tritonddp", "benchmarks"):
-        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
-    identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
-    for arguments in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "-m", "base"]):
-        subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True)
-    bucket = folder / "tritonddp" / "buckets" / "bucket.py"
-    source = bucket.read_text()
-    line = "        self._counters.flattens += 1\n"
-    planted = source.replace(line, f"{line}        __import__('time').sleep(0.3)\n")
-    assert planted != source
-    bucket.write_text(planted)
-    command = "step/compare.py --base HEAD --models many_small --rounds 5 --builds 1"
-    content, printed = measured(command, tmp_path / "compare.json", root=folder)
-    for one in content["models"]["many_small"]["comparisons"].values():
-        assert one["ours"]["median"] > 1.5
-        assert one["verdict"] == "slower"
-    assert "\nslower than the base: many_small copies" in printed
-    assert "\nfaster than the base: none" in printed
-
-
-@pytest.mark.parametrize(
-    ("module", "arguments", "text"),
-    [
-        ("step.compare", "--base no-such-revision", "'no-such-revision' names no commit of"),
-        ("network.network", "--rates 1gb", "neither a rate such as 1gbit nor none"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    module: str, arguments: str, text: str, monkeypatch: Any, capsys: Any
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments.split()])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    try:
-        status = importlib.import_module(f"benchmarks.{module}").main()
-    except SystemExit as end:
-        status = end.code
-    assert status == 2
-    assert text in capsys.readouterr().err

