@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import textwrap
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import give_up_after, ranks
+from launched import played
 from logged import Kept, logged
 from recording.device import recording
 from torch import nn
@@ -279,3 +281,18 @@ def test_a_rank_with_fewer_backwards_leaves_their_number(
             del model
             gc.collect()
         dist.barrier()
+
+
+@pytest.mark.long
+def test_a_program_that_ends_early_leaves_the_number_of_its_backwards(tmp_path: Path) -> None:
+    script = """
+        import torch, torch.distributed as dist, tritonddp
+
+        dist.init_process_group("gloo")
+        model = tritonddp.DistributedDataParallel(torch.nn.Linear(2, 2))
+        for step in range(4 - 2 * dist.get_rank()):
+            model(torch.ones(1, 2)).sum().backward()
+    """
+    done = played(textwrap.dedent(script), tmp_path, nproc=2)
+    numbers = "rank 1 has run 1 fewer reduced backwards than this rank (2; this rank: 3)"
+    assert numbers in done.stderr

@@ -271,28 +271,15 @@ class Program:
             self._struck()
             differences.STEPS[self.fault.at](self, ddp, step)
             return
-        match self.point.loop:
-            case "no_sync":
-                with ddp.no_sync():
-                    self.loss(ddp, self.rank, step, micro=1).backward()
-                self.line("microbatch")
-                self.loss(ddp, self.rank, step).backward()
-            case "request":
-                with ddp.no_sync():
-                    self.loss(ddp, self.rank, step).backward()
-                self.line("request")
-                ddp.reduce_gradients()
-            case "check":
-                self.loss(ddp, self.rank, step).backward()
-                ddp.check_sync()
-            case _:
-                self.line("forward")
-                loss = self.loss(ddp, self.rank, step)
-                self.line("loss")
-                loss.backward()
+        self.line("forward")
+        loss = self.loss(ddp, self.rank, step)
+        self.line("loss")
+        loss.backward()
+        if self.point.loop == "check":
+            ddp.check_sync()
 
-    def loss(self, net: nn.Module, rank: int, step: int, micro: int = 0) -> Tensor:
-        torch.default_generator.manual_seed(1000 * step + 10 * rank + micro)
+    def loss(self, net: nn.Module, rank: int, step: int) -> Tensor:
+        torch.default_generator.manual_seed(1000 * step + 10 * rank)
         weight = getattr(net, "module", net).layers[0].weight
         return net(torch.randn(5, weight.shape[1], dtype=weight.dtype)).square().mean()
 
@@ -352,8 +339,7 @@ class Program:
                 continue
             alone = self.make()  # no fault occurs in it
             alone.load_state_dict(net.state_dict())
-            for micro in range(2 if self.point.loop == "no_sync" else 1):
-                self.loss(alone, rank, self.batch_of(rank, step), micro).backward()
+            self.loss(alone, rank, self.batch_of(rank, step)).backward()
             for name, param in alone.named_parameters():
                 if param.grad is not None:
                     total[name] = total.get(name, 0) + param.grad.to_dense() / self.world_size

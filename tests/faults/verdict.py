@@ -141,8 +141,7 @@ def _is_its_step(fault: Fault, place: re.Match[str]) -> bool:
     struck = fault.point.step
     if struck is None or fault.kind == "behind" or not place["step"]:
         return True
-    # Requests are not steps.
-    return "reduce_gradients()" in place[0] or int(place["step"]) in (struck + 1, struck + 2)
+    return int(place["step"]) in (struck + 1, struck + 2)
 
 
 def _after_others(fault: Fault, rank: int, seen: dict[str, Any]) -> list[str]:

@@ -70,6 +70,7 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
         "_device_index": (ALL, GPU),
     },
     "coordination/processes.py": {"_scope": (2, "a system without /proc, as macOS is")},
+    "diagnostics/hang.py": {"watch": (3, "no further thread can be started")},
     "wrapper.py": {"DistributedDataParallel._pre_forward": (3, GPU)},
     "features/join.py": {"JoinProtocol._agree": (1, DISAGREE)},
     "features/rpc_contexts.py": dict.fromkeys(

@@ -60,6 +60,7 @@ def test_a_copy_has_the_options_of_its_original(rank: int, make_copy: Callable[[
     assert_same_on_all_ranks([other.module[2].weight.grad])
     other.module[2].bias.grad.fill_(rank)
     other(batch(1))
+    other.module[0](batch(1)).sum().backward()
     assert other.module[2].bias.grad.eq(rank).all(), "ignored"
     with pytest.raises(RuntimeError, match="finished reduction"):
         other(batch(1))
