@@ -189,20 +189,6 @@ def test_two_ranks_of_a_group_in_python_without_a_default_group(
     assert not torch.equal(trained[0][0], next(unwrapped.parameters()))
 
 
-def test_a_group_in_which_two_ranks_have_one_number_is_refused() -> None:
-    """As with torchft's ``ProcessGroupGloo``, whose ranks all have the number 0."""
-
-    class CallsItselfZero(InPython):
-        def getRank(self) -> int:
-            return 0
-
-    def program(rank: int, backend: Any) -> None:
-        with pytest.raises(RuntimeError, match=r"numbers \[0, 0\], but should report \[0, 1\]"):
-            DistributedDataParallel(net(), process_group=CallsItselfZero(backend))
-
-    in_two_threads(program)
-
-
 def test_a_failure_in_a_group_without_a_store_says_why_no_rank_is_named() -> None:
     ddp = DistributedDataParallel(nn.Linear(4, 2), process_group=Broken(alone()))
     with pytest.raises(

@@ -82,7 +82,6 @@ POINTS = {
         step=0,
     ),
     "optimizer step": Point("plain", "optimizer", "kill 0/3, stop 1/2, loop 2/3, leave 0/2"),
-    "communication hook": Point("hook", "hook", "kill 1/3, stop 1/2, loop 0/3, raise 0/3", call=1),
     "exchange of compressed gradients": Point(
         "plain", "tritonddp.coordination.collectives:send", "kill 1/3 int8", call=2
     ),

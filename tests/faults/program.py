@@ -188,8 +188,6 @@ class Program:
         ):
             weight = net.layers[number].weight
             weight.register_hook(partial(self.gradient, name))
-        if self.point.loop == "hook":
-            ddp.register_comm_hook(None, self.hook)
         return ddp
 
     def make_optimizer(self, ddp: DistributedDataParallel) -> torch.optim.Optimizer:
@@ -223,13 +221,6 @@ class Program:
         if self.line(f"gradient of {name}"):
             return torch.full_like(grad, torch.nan)
         return None
-
-    # torch reads its annotations: no `from __future__ import annotations` in this file.
-    def hook(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        self.line("hook")
-        buffer = bucket.buffer().div_(self.world_size)
-        work = dist.all_reduce(buffer, async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
 
     def simple_loop(self, ddp: DistributedDataParallel) -> None:
         for step in self.steps:

@@ -17,28 +17,6 @@ from tritonddp import DistributedDataParallel
 
 
 @ranks(2)
-def test_dynamo_finds_the_active_wrapper() -> None:
-    seen: list[Any] = []
-
-    class Looks(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(Stock._get_active_ddp_module())
-            x = self.inner(x)
-            seen.append(DistributedDataParallel._get_active_ddp_module())
-            return x
-
-    inner = DistributedDataParallel(Looks(nn.Linear(3, 3)))
-    outer = DistributedDataParallel(Looks(inner))
-    outer(drawn(4, 3))
-    assert list(map(id, seen)) == [id(outer), id(inner), id(inner), id(outer)]
-    assert Stock._active_ddp_module is None
-
-
-@ranks(2)
 def test_a_module_in_tiny_buckets_can_be_compiled() -> None:
     """dynamo splits graphs by the size of buckets, and asserts that it is at least a MiB."""
     model = torch.compile(Two(), backend="eager")
