@@ -68,24 +68,17 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(report: gpu.Report)
     assert "\n".join(summary(report.content))
 
 
-# CI runs the tests of tests/gpu separately.
-IN_CI = ["host-steps", "step-simulated", "step-cards-2", "kernels", "memory"]
-EVERY = [part.name for part in gpu_parts.parts(True)]
+# Other parts run the tests of tests/gpu, which CI runs separately.
+PARTS = ["host-steps", "step-simulated", "step-cards-2", "kernels", "memory"]
 
 
-@pytest.mark.parametrize(
-    "only",
-    [
-        pytest.param(IN_CI, id="some parts", marks=pytest.mark.long),
-        pytest.param(EVERY, id="all", marks=[pytest.mark.thorough, pytest.mark.timeout(2400)]),
-    ],
-)
-def test_the_rehearsal(only: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_the_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts run as on a GPU, on the recorded device."""
     pytest.importorskip("pytest_benchmark", reason="needs the extra [bench]")
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # kernels are timed by pytest
     script = str(ROOT / "benchmarks" / "gpu" / "gpu.py")
-    command = [sys.executable, script, "--rehearse", "--only", *only]
+    command = [sys.executable, script, "--rehearse", "--only", *PARTS]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr
     lines = done.stdout.splitlines()
@@ -94,7 +87,7 @@ def test_the_rehearsal(only: list[str], tmp_path: Path, monkeypatch: pytest.Monk
     assert len(screen) <= 80
     content = json.loads((tmp_path / "rehearsal" / "gpu.json").read_text())
     statuses = {name: part["status"] for name, part in content["parts"].items()}
-    assert statuses == dict.fromkeys(("describe", *(n for n in EVERY if n in only)), "ok")
+    assert statuses == dict.fromkeys(("describe", *PARTS), "ok")
     # The results contain what only a GPU has.
     results = {name: part["result"] for name, part in content["parts"].items()}
     contenders = {row["extra_info"]["contender"] for row in results["kernels"]["benchmarks"]}

@@ -15,7 +15,7 @@ PAIRS = 48  # the default
 
 
 def launches(generator: random.Random, ratio: float, between: float = 0.01) -> Many:
-    """Blocks with noise of 5 %, some of them disturbed, and launches that differ among them."""
+    """Launches that differ, whose blocks have noise of 5 %, some of them more."""
 
     def block() -> float:
         return math.exp(generator.gauss(0, 0.05)) * (2 if generator.random() < 0.05 else 1)
@@ -34,9 +34,9 @@ def launches(generator: random.Random, ratio: float, between: float = 0.01) -> M
 @pytest.mark.parametrize(
     ("truth", "between", "is_right", "rounds", "most_errors"),
     [
-        # The interval leaves out the truth in 1 of 100: more than 21 are 1 case in 1000.
+        # The interval excludes the true ratio in 1 of 100 cases: more than 21 errors are unlikely.
         (0.9, 0.03, lambda ratio: ratio.low <= 0.9 <= ratio.high, 1000, 21),
-        # No difference is found where there is none, and a tenth nearly always.
+        # Without a difference, none is found. A tenth is nearly always found.
         (1.0, 0.01, lambda ratio: not ratio.is_different, 500, 10),
         (1.1, 0.01, lambda ratio: ratio.is_slower, 300, 10),
     ],
