@@ -1,9 +1,7 @@
 """``tritonddp compare``: real scripts, its verdicts, and what counts as a step."""
 
-import argparse
 import itertools
 import json
-import math
 import os
 import re
 import signal
@@ -18,20 +16,21 @@ import pytest
 import torch
 from clock import Clock
 
-from tritonddp.cli.compare import _stopped
 from tritonddp.cli.comparison import contender, recorder
 from tritonddp.cli.comparison.contender import (
+    ENDED,
     FAILED,
     SILENT,
     Contender,
     Outcome,
     Played,
+    RankEnded,
     ScriptError,
 )
 from tritonddp.cli.comparison.page import page
 from tritonddp.cli.comparison.report import Comparison, as_json, last_words, text
-from tritonddp.cli.comparison.turns import EndedEarly, Launches, Pair, Plan
-from tritonddp.cli.comparison.verdict import _QUANTILES, Launch
+from tritonddp.cli.comparison.turns import EndedEarly, Launches, Pair, Plan, _NotInTurns
+from tritonddp.cli.comparison.verdict import Launch
 from tritonddp.cli.main import main
 from tritonddp.cli.terminal import Progress
 
@@ -116,25 +115,6 @@ def launches(tmp_path: Path) -> Launches:
     return Launches([], "2", ("stock", "tritonddp"), tmp_path, Progress())
 
 
-@pytest.mark.parametrize(
-    ("reach", "count", "fitting", "sentence"),
-    [
-        (0.01, 3, 5, "Known to 2 % after 3 launches."),
-        (0.01, 1, 5, ""),
-        (0.05, 4, 0, "In 120 s, the ratio could not be determined to 2 %: increase"),
-    ],
-)
-def test_the_report_says_why_no_launch_follows(
-    reach: float, count: int, fitting: int, sentence: str, launches: Launches
-) -> None:
-    # The interval of equal launches is the interval of their blocks.
-    error = math.log1p(reach) * math.sqrt(count) / _QUANTILES[min(count - 2, 9)]
-    launches.pairs = [Pair(Played(), Played(), Launch(1.0, 1.0, error))] * count
-    stopped = _stopped(launches, fitting, argparse.Namespace(within=2, seconds=120))
-    assert stopped.startswith(sentence)
-    assert bool(stopped) is bool(sentence)
-
-
 def outcome(words: str, longest: float = 0.1) -> Outcome:
     how, steps = words.split()
     last = {FAILED: "ValueError", SILENT: "stacks"}.get(how, "")
@@ -210,6 +190,33 @@ def test_launches_that_cannot_be_compared_say_why(
     with pytest.raises(error) as caught:
         play(launches, outcome(stock), outcome(ours), made=made)
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(("how", "error"), [(FAILED, _NotInTurns), (ENDED, RankEnded)])
+def test_a_script_that_ends_during_an_order_is_a_failure_or_the_end(
+    how: str, error: type[Exception], launches: Launches
+) -> None:
+    def ending(*answers: bool) -> Any:
+        left = list(answers)
+
+        def finish(patience: float) -> bool:
+            if not left:
+                raise RankEnded
+            return left.pop()
+
+        give, end = (lambda *_, **__: None), (lambda: Outcome(how, 900, 0.1))
+        return SimpleNamespace(label="tritonddp", give=give, finish=finish, end=end)
+
+    with pytest.raises(error):
+        launches._turn([ending(False), ending(False)], 5)
+    launches.plan = Plan.of(0.01)
+    with pytest.raises(error):
+        launches._probe(ending())
+
+
+def test_two_contenders_that_make_no_further_step_have_ended(launches: Launches) -> None:
+    play(launches, outcome("hangs 60"), outcome("hangs 60"))
+    assert launches._most == 60  # the next launches end there
 
 
 def test_ranks_write_their_stacks_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

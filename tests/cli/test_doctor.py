@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import launched
 import pytest
 import torch
+import torch.distributed as dist
 from hosts import ROOT, hosts_or_skip, outputs
 from versions import needs_quiet_gloo
 
@@ -195,3 +196,20 @@ def test_two_hosts_show_the_rates_within_and_between_them():
     assert any('Try compression="int8"' in line for line in lines)
     assert "ranks" in texts[2].splitlines()  # a report for each host
     assert not texts[1]
+
+
+def test_a_name_is_shown_before_its_value_and_in_the_error(capsys, monkeypatch):
+    shown, codes = [], []
+
+    def init(*_, **__):
+        shown.append(capsys.readouterr().out)
+        raise TimeoutError("1/2 clients joined")
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(doctor_ranks, "exit_now", codes.append)
+    monkeypatch.setenv("RANK", "6")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    doctor_ranks.main("cpu", 3.0)
+    assert shown[0].split() == ["group"]
+    error = "\nbroken: rank 6: group: TimeoutError: 1/2 clients joined\n"
+    assert (capsys.readouterr().out, codes) == (error, [1])

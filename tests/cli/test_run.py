@@ -140,6 +140,8 @@ def test_all_options_of_torchrun_are_known() -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
+        ("", "commands (see tritonddp COMMAND --help):"),
+        ("compare nosuch.py", "compare: error: there is no file nosuch.py"),
         ("run nosuch.py", "tritonddp run: error: there is no file nosuch.py"),
         ("run --nproc-per-node 0 train.py", "0 is not a number of ranks"),
         ("compare --html /no/a.html train.py", "compare: error: there is no folder /no"),

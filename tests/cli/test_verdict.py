@@ -1,14 +1,20 @@
 """The verdict of a comparison: its error rate, and its sentences."""
 
+import json
 import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
-from tritonddp.cli.comparison.report import Row
+from tritonddp.cli.comparison.contender import Played
+from tritonddp.cli.comparison.report import Comparison, Row, as_json
+from tritonddp.cli.comparison.turns import Launches, Pair, Plan
 from tritonddp.cli.comparison.verdict import Launch, Ratio
+from tritonddp.cli.terminal import Progress
 
 Many = Callable[[int], list[Launch]]  # makes this many launches
 PAIRS = 48  # the default
@@ -83,6 +89,21 @@ def test_the_sentence_names_the_difference_or_the_noise(
     alone = replace(ratio, launches=1).sentence("stock", "ours")
     assert sentence.replace("launches differ", "one launch") in alone
     assert ("Based on one launch: other launches" in alone) is ("yet" not in alone)
+
+
+def test_json_has_no_infinities(tmp_path: Path) -> None:
+    found = Launches([], "2", ("stock", "tritonddp"), tmp_path, Progress())
+    found.plan = Plan.of(1.0)
+    ours = {"digest": "1", "checksums": {"weight": 1, "bias": 1}, "path": str(tmp_path / "values")}
+    captured = [{**ours, "tolerance": 0.0}, {**ours, "checksums": {"weight": 1}}]
+    torch.save({}, ours["path"])
+    title = "gradients of backward 1"
+    first, second = (Played(blocks=[1.0], captures={title: {0: of}}) for of in captured)
+    found.pairs = [Pair(first, second, Launch(1.0, 0.9))] * 2
+    shown = json.loads(json.dumps(as_json(Comparison(found, "")), allow_nan=False))
+    assert shown["verdict"]["value"] == pytest.approx(0.9)
+    assert shown["correctness"][0]["largest"] == "Infinity"
+    assert shown["launches"][0][1]["blocks"] == [1.0]
 
 
 def test_a_part_that_takes_no_time_has_no_ratio() -> None:

@@ -23,6 +23,8 @@ from training import (
 )
 
 from tritonddp import DistributedDataParallel
+from tritonddp._torch import timeout_of
+from tritonddp.coordination.collectives import all_gather_into, all_reduce
 
 STOCK = torch.nn.parallel.DistributedDataParallel
 
@@ -156,6 +158,30 @@ def test_one_rank_of_a_group_in_python_without_a_default_group(work: Any, view: 
     assert_same_bits(ddp.parameters(), unwrapped.parameters())
 
 
+def test_futures_and_gathers_of_a_group_in_python() -> None:
+    for work in (WantsTimeout, None):
+        group, tensor, gathered = InPython(alone(), work), torch.ones(2), torch.zeros(2)
+        handle = all_reduce(tensor, group)
+        handle.wait()
+        assert handle.get_future().done()
+        all_gather_into(gathered, tensor, group).wait()
+        assert gathered.tolist() == [1, 1]
+    assert timeout_of(dist.ProcessGroup(0, 1), torch.device("cpu")) is None
+
+
+def test_the_error_of_compression_names_the_backend_of_a_group_in_python() -> None:
+    class Two(InPython):
+        def getSize(self) -> int:
+            return 2
+
+    with pytest.raises(
+        RuntimeError, match="requires the gloo backend for 'cpu', but the process group uses in-p"
+    ):
+        DistributedDataParallel(
+            net(), process_group=Two(alone()), compression="int8", init_sync=False
+        )
+
+
 def in_two_threads(program: Callable[[int, Any], None]) -> None:
     """Run two ranks in threads, without a default group, each with a backend."""
     store = dist.HashStore()
@@ -187,6 +213,34 @@ def test_two_ranks_of_a_group_in_python_without_a_default_group(
     unwrapped = net()
     train(unwrapped, 0)
     assert not torch.equal(trained[0][0], next(unwrapped.parameters()))
+
+
+def test_a_group_in_which_two_ranks_have_one_number_is_refused() -> None:
+    """As with torchft's ``ProcessGroupGloo``, whose ranks all have the number 0."""
+
+    class CallsItselfZero(InPython):
+        def getRank(self) -> int:
+            return 0
+
+    def program(rank: int, backend: Any) -> None:
+        with pytest.raises(RuntimeError, match=r"numbers \[0, 0\], but should report \[0, 1\]"):
+            DistributedDataParallel(net(), process_group=CallsItselfZero(backend))
+
+    in_two_threads(program)
+
+
+@ranks(2)
+def test_a_new_wrapper_recovers_a_failed_backward_in_a_group_in_python(rank: int) -> None:
+    """The group is not registered with torch."""
+    group = InPython(dist.group.WORLD, HasNoFuture)
+    model = wrap(net(), process_group=group)
+    for number in range(3):
+        loss = model(drawn(2, 4, step=number)).sum()
+        with breaking_off(model.module[0].weight, number == 2 and rank == 0):
+            loss.backward()
+    other = wrap(net(), process_group=group)
+    train(other, rank)
+    other.check_sync()
 
 
 def test_a_failure_in_a_group_without_a_store_says_why_no_rank_is_named() -> None:

@@ -174,6 +174,25 @@ def test_it_is_refused_inside_join() -> None:
             ddp.check_sync()
 
 
+@ranks(2)
+def test_synchronized_statistics_are_compared_where_the_layer_spans_the_group() -> None:
+    """No training: SyncBatchNorm has no forward on the CPU."""
+    ddp = DistributedDataParallel(Net())
+    ddp.module.norm = nn.SyncBatchNorm(4)
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    if dist.get_rank() == 1:
+        ddp.module.norm.running_var.add_(1)
+    assert "buffer 'norm.running_var'" in error_of(ddp.check_sync)
+    ddp.module.norm.process_group = alone
+    ddp.check_sync()
+
+
+def test_an_unregistered_group_spans_only_itself() -> None:
+    group, other = dist.ProcessGroup(0, 1), dist.ProcessGroup(0, 1)
+    assert check_sync._spans(group, group)
+    assert not check_sync._spans(other, group)
+
+
 # Permitted times of the call
 
 

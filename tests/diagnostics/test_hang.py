@@ -206,6 +206,11 @@ def test_errors_of_the_number_of_seconds() -> None:
 # Texts of reports
 
 
+def fake_group(size: int = 2) -> Any:
+    process_group = SimpleNamespace(size=lambda: size)  # not registered with torch
+    return SimpleNamespace(size=size, rank=0, process_group=process_group, tell_made=mock.Mock())
+
+
 def report_of(*places: hang.Place, waits: bool = True) -> list[str]:
     """The report of ranks at these places. Unless ``waits``, only rank 0 waits."""
     store = dist.HashStore()
@@ -213,11 +218,7 @@ def report_of(*places: hang.Place, waits: bool = True) -> list[str]:
     for rank, place in enumerate(places):
         store.set(f"tritonddp/hang/{rank}/stack", json.dumps([f"train.py:{rank} in main: line"]))
         posts[rank] = hang.Post([place], waits or rank == 0, f"process {rank}")
-    size = len(places)
-    group: Any = SimpleNamespace(
-        process_group=SimpleNamespace(size=lambda: size), rank=0, size=size
-    )
-    return hang._Answers(group, store).report(posts)
+    return hang._Answers(fake_group(len(places)), store).report(posts)
 
 
 def test_reports_if_no_rank_is_behind_or_ranks_wait_at_different_places() -> None:
@@ -241,6 +242,17 @@ def test_reports_if_no_rank_is_behind_or_ranks_wait_at_different_places() -> Non
         "rank 0, in step 7, in its backward, for bucket 0 ('b')",
         "rank 2, in step 6, inside the backward of wrapped module 3",
     ]
+
+
+def test_posts_are_read_twice_before_a_report_and_a_failed_store_is_asked_once() -> None:
+    own = hang.Post([hang.Place(0, 7, 2, 1, "")], True, "process 0")
+    failed = mock.Mock(**{"set.side_effect": dist.DistStoreError})
+    for store, found in (dist.HashStore(), ([], "rank 1 has not started")), (failed, (None, None)):
+        watch = hang._GroupWatch(fake_group(), 1.0)
+        with mock.patch.object(hang, "own_connection", lambda _, store=store: store):
+            assert watch._ask(own) == found[0]
+            assert str(found[1]) in str(watch._ask(own))
+    assert failed.set.call_count == 1
 
 
 @ranks(2)

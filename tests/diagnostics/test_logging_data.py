@@ -119,3 +119,19 @@ def test_times_are_those_of_the_parts_of_a_step() -> None:
         assert data["avg_backward_comm_time"] == 1  # 1.5, in whole nanoseconds
         first = data[STAMPS[0]]
         assert [data[name] - first for name in STAMPS] == [0, 1, 2, 3, 4]
+
+
+@ranks(2)
+def test_only_sampled_steps_read_the_clock() -> None:
+    with clock():
+        net = DistributedDataParallel(Two())
+        net._set_ddp_runtime_logging_sample_rate(4)
+        seen = []
+        for _ in range(21):
+            step(net)
+            seen.append(net._get_ddp_logging_data()["iteration"])
+    # The times of a step are read when the next step begins.
+    assert seen == [*range(10), 10, 10, 12, 12, 12, 12, 16, 16, 16, 16, 20]
+    with pytest.raises(ValueError, match="sample rate should be equal or greater than 1"):
+        net._set_ddp_runtime_logging_sample_rate(0)
+    assert "sample rate" in net._get_ddp_logging_data()["error"]
