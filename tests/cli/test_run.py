@@ -141,6 +141,7 @@ def test_all_options_of_torchrun_are_known() -> None:
     ("words", "text"),
     [
         ("", "commands (see tritonddp COMMAND --help):"),
+        ("nosuch", "invalid choice: 'nosuch'"),
         ("compare nosuch.py", "compare: error: there is no file nosuch.py"),
         ("run nosuch.py", "tritonddp run: error: there is no file nosuch.py"),
         ("run --nproc-per-node 0 train.py", "0 is not a number of ranks"),

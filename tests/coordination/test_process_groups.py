@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import (
+    breaking_off,
     descend,
     drawn,
     in_threads,
