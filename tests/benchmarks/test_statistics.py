@@ -1,4 +1,4 @@
-"""Statistics, verdicts and limits of the benchmarks are right for samples whose truth is known."""
+"""Statistics, verdicts and limits of the benchmarks, for samples with known results."""
 
 import random
 
@@ -24,14 +24,6 @@ def test_noise_of_a_whole_round_cancels() -> None:
     assert (ratio.median, ratio.low, ratio.high) == pytest.approx((0.5, 0.5, 0.5))
 
 
-def test_the_interval_holds_the_truth_in_about_38_of_40_runs() -> None:
-    held = 0
-    for seed in range(40):
-        ratio = paired_ratio(noisy(1.3, 40, 2 * seed), noisy(1.0, 40, 2 * seed + 1))
-        held += ratio.low <= 1.3 <= ratio.high
-    assert 35 <= held <= 40
-
-
 CPU, BRANCHY = Bound(1.02, or_spread=True), Bound(0.9)
 QUIET, SPREAD, NOISY = Ratio(1.0, 0.99, 1.01), Ratio(1.0, 0.96, 1.03), Ratio(1.0, 0.9, 1.05)
 
@@ -39,12 +31,10 @@ QUIET, SPREAD, NOISY = Ratio(1.0, 0.99, 1.01), Ratio(1.0, 0.96, 1.03), Ratio(1.0
 @pytest.mark.parametrize(
     ("ours", "again", "bound", "expected"),
     [
-        (Ratio(1.00, 0.99, 1.01), NOISY, CPU, "met"),  # an interval on one side decides
-        (Ratio(1.20, 1.15, 1.25), NOISY, CPU, "missed"),
+        (Ratio(1.00, 0.99, 1.01), NOISY, CPU, "met"),  # the interval is on one side
         (Ratio(1.03, 1.00, 1.06), QUIET, CPU, "missed"),
         (Ratio(1.03, 1.00, 1.06), SPREAD, CPU, "within spread"),
         (Ratio(1.00, 0.95, 1.05), NOISY, CPU, "too noisy"),  # also a good median
-        (Ratio(0.89, 0.85, 0.93), QUIET, BRANCHY, "met"),
         (Ratio(0.91, 0.89, 0.93), SPREAD, BRANCHY, "missed"),  # no allowance for spread
     ],
 )
@@ -90,7 +80,7 @@ BURST, FRAMES = 131_072, frame_bytes(1_250_000)
 @pytest.mark.parametrize(
     ("ready", "buckets", "burst", "compute", "line"),
     [
-        # Compute while the line is busy costs nothing; a line may wait for a late bucket.
+        # Computation during an exchange costs nothing; the line may wait for a late bucket.
         ([0.1, 0.19], 2, 0, 0.1, 0.2 * FRAMED),
         ([0.1, 0.5], 2, 0, 0.5 - 0.1 * FRAMED, 0.2 * FRAMED),
         # A burst is free after a pause.

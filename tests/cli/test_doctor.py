@@ -3,37 +3,26 @@
 import argparse
 import os
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 
+import launched
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import ranks
 from hosts import ROOT, hosts_or_skip, outputs
 from versions import needs_quiet_gloo
 
 from tritonddp.cli import doctor, doctor_ranks
 from tritonddp.cli.doctor_wires import Lines
-from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.connect import Refusal
 
 COMMAND = ["-m", "tritonddp", "doctor", "--device", "cpu"]
-CLEAN = ("RANK", "WORLD_SIZE", "TRITONDDP_PEER_MEMORY", "TORCH_DISTRIBUTED_DEBUG")
-GROUP = Refusal("no ranks share a host")
 
 
-def report(*words: str, **others: str) -> tuple[int, list[str]]:
-    """Its exit code, and its lines."""
-    inherited = {name: value for name, value in os.environ.items() if name not in CLEAN}
-    done = subprocess.run(
-        [sys.executable, *COMMAND, *words],
-        env={**inherited, "PYTHONPATH": str(ROOT), **others},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=400,
-    )
+def report(*words: str, path: str = str(ROOT)) -> tuple[int, list[str]]:
+    """Run the command; return its exit code and its lines."""
+    done = launched.run(*COMMAND, *words, nproc=None, env={"PYTHONPATH": path})
     return done.returncode, done.stdout.splitlines()
 
 
@@ -56,9 +45,8 @@ def test_two_ranks_show_versions_devices_and_the_line():
     assert "cores available to this process" in value(lines, "cpu")
     assert value(lines, "group") == "2 ranks on 1 host, gloo, cpu"
     assert value(lines, "transport") == "shared memory of the ranks of a host"
-    assert re.search(
-        r"1 element takes [\d.]+ (us|ms|s), .* of [\d.]+ MiB takes ", value(lines, "line")
-    )
+    line = r"1 element takes [\d.]+ (us|ms|s), .* of [\d.]+ MiB takes "
+    assert re.search(line, value(lines, "line"))
     assert lines[lines.index("consequences for training") + 1].startswith("- Gradients do not")
     heads = ["versions", "devices", "ranks", "consequences for training"]
     assert [line for line in lines if line in heads] == heads
@@ -68,7 +56,7 @@ def test_two_ranks_show_versions_devices_and_the_line():
 def test_a_rank_that_dies_is_named(tmp_path):
     dies = "import os\nif os.environ.get('RANK') == '1':\n    os.kill(os.getpid(), 9)\n"
     (tmp_path / "sitecustomize.py").write_text(dies)
-    code, lines = report(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    code, lines = report(path=f"{tmp_path}{os.pathsep}{ROOT}")
     assert code == 1
     assert lines[-1] == "broken: rank 1 ended with exit code -9"
     assert value(lines, "torch")
@@ -91,7 +79,7 @@ def test_without_a_gpu_cuda_is_broken(capsys):
 
 
 def test_gpus_are_listed(capsys, monkeypatch):
-    """With a faked driver."""
+    """The driver is faked."""
     card = SimpleNamespace(name="NVIDIA X", total_memory=80 << 30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -101,7 +89,6 @@ def test_gpus_are_listed(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert value(lines, "cuda:1") == "NVIDIA X, 80 GiB, compute capability 9.0"
     assert value(lines, "NCCL") == "2.28.9"
-    assert "NVLink" in value(lines, "links") or "unknown" in value(lines, "links")
 
 
 ISLANDS = """\
@@ -114,7 +101,6 @@ NIC0\tPIX\tPIX\tNODE\t X
 Legend:
   NV#  = Connection traversing a bonded set of # NVLinks
 """
-UNKNOWN = "unknown: `nvidia-smi topo -m` reports nothing"
 
 
 @pytest.mark.parametrize(
@@ -123,29 +109,20 @@ UNKNOWN = "unknown: `nvidia-smi topo -m` reports nothing"
         (ISLANDS, "NVLink between some GPUs"),
         (ISLANDS.replace("SYS", "NV4"), "NVLink between all GPUs"),
         (ISLANDS.replace("NV4", "PHB"), "no NVLink (nvidia-smi: PHB, SYS)"),
-        ("No devices were found\n", UNKNOWN),
-        (None, UNKNOWN),
+        ("No devices were found\n", "unknown: `nvidia-smi topo -m` reports nothing"),
     ],
 )
 def test_links_are_those_that_nvidia_smi_shows(monkeypatch, tmp_path, shown, expected):
-    """With a faked nvidia-smi, or none."""
-    if shown is not None:
-        (tmp_path / "shown").write_text(shown)
-        command = tmp_path / "nvidia-smi"
-        command.write_text(f"#!/bin/sh\n/bin/cat {tmp_path}/shown\n")
-        command.chmod(0o755)
+    """``nvidia-smi`` is faked."""
+    (tmp_path / "shown").write_text(shown)
+    command = tmp_path / "nvidia-smi"
+    command.write_text(f"#!/bin/sh\n/bin/cat {tmp_path}/shown\n")
+    command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert doctor._links() == expected
 
 
-@ranks(2)
-def test_ranks_with_different_versions_are_an_error(rank):
-    group, own = Group(dist.group.WORLD), {"torch": f"2.{12 + rank}", "Python": "3.11"}
-    error = r"(?s)the ranks differ:.*torch': rank 0 has 2\.12, rank 1 has 2\.13"
-    with pytest.raises(RuntimeError, match=error):
-        doctor_ranks.check_versions(own, group, torch.device("cpu"))
-
-
+GROUP = Refusal("no ranks share a host")
 MODEL = (100e6, 50)  # parameters, and milliseconds of a backward
 
 
@@ -169,8 +146,6 @@ def test_the_advice_follows_from_the_lines(refusal, lines, model, expected):
         assert "100,000,000 parameters and a backward of 50 ms" in text
     else:
         assert "Try" not in text
-    is_estimated = lines is not None and (lines.hosts > 1 or not lines.shares_memory)
-    assert ("exposed" in text.replace("exposed times cannot be estimated", "")) is is_estimated
 
 
 @pytest.mark.parametrize(
@@ -178,12 +153,11 @@ def test_the_advice_follows_from_the_lines(refusal, lines, model, expected):
     [
         (Lines(8, 1, on_gpu=True), (7, 7), (1.75, 1.75)),  # int8 among all ranks
         (Lines(8, 2, on_gpu=True), (7.5, 7.5), (7, 1)),  # int8 between hosts
-        (Lines(2, 2, shares_memory=True), (4, 4), (4, 1)),
         (Lines(1, 4), (6, 6), (1.5, 1.5)),
     ],
 )
 def test_bytes_of_a_parameter_within_hosts_and_between_hosts(lines, fp32, int8):
-    """The table in docs/try.md, with 1/64 more for the scales of int8."""
+    """The table in docs/try.md. The scales of int8 add 1/64."""
     within, between = int8
     within = within if lines.hosts > 1 < lines.ranks else within * 65 / 64
     assert lines.bytes_sent("fp32") == pytest.approx(fp32)
@@ -191,18 +165,14 @@ def test_bytes_of_a_parameter_within_hosts_and_between_hosts(lines, fp32, int8):
     assert lines.bytes_sent("int8") == pytest.approx((within, between * 65 / 64))
 
 
-def test_the_last_bucket_is_exposed_and_quantizing_takes_cpu_time():
+def test_the_exposed_time_exceeds_the_backward_or_is_the_last_bucket():
     gpus = Lines(2, 1, within=1e9, on_gpu=True)  # 100 million parameters: 400 MB, 400 ms
-    assert gpus.times("fp32", 100e6, 0.0) == pytest.approx((0.4, 0, 0.4))
     assert gpus.times("fp32", 100e6, 0.3) == pytest.approx((0.4, 0, 0.1))
     last = 4 * 2**20 / 400e6  # a bucket of 4 MiB
     assert gpus.times("fp32", 100e6, 0.5) == pytest.approx((0.4, 0, 0.4 * last))
-    assert gpus.times("fp32", 1e3, 0.5) == pytest.approx((4e-6, 0, 4e-6))  # one bucket
-    # The ranks of a host share the work.
+    # The ranks of a host share the quantization.
     one, two = (Lines(ranks, 2, 1e12, 1e12).times("int8", 100e6, 9.0) for ranks in (1, 2))
     assert (one[1], two[1]) == pytest.approx((0.8, 0.4))
-    assert one[2] == pytest.approx(0.8, rel=1e-2)
-    assert Lines(1, 2, 1e12, 1e12, on_gpu=True).times("int8", 100e6, 9.0)[1] == 0
 
 
 def test_a_backward_without_parameters_is_refused(capsys):

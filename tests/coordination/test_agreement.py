@@ -1,4 +1,4 @@
-"""Headers: a wrong byte or another collective is an error, and their fields are counted."""
+"""Headers: a wrong byte or the data of another collective is an error; options add fields."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,52 +15,37 @@ from tritonddp.coordination.agreement import (
     SOURCE,
     Agreement,
     GradSource,
-    HeaderField,
     SchemaMismatch,
     Unmatched,
     schema_hash,
 )
-from tritonddp.features.stop_request import StopRequest
 from tritonddp.features.unused_params import SKIPPED
 
-VALUES = {SCHEMA: schema_hash(["here"]), SOURCE: GradSource.FORWARD}
 
-
-class Rank:
-    """A rank of ``size``, which may ask all ranks to stop."""
-
-    def __init__(self, rank: int, size: int, *fields: HeaderField) -> None:
+def agreements(size: int) -> list[Agreement]:
+    """The agreements of all ranks, in a reduction."""
+    made = []
+    for rank in range(size):
         exchanging = dist.ProcessGroup(rank, size)  # of torch, so that it is known to exchange
         group: Any = SimpleNamespace(rank=rank, size=size, process_group=exchanging)
-        self.rank, self.stop = rank, StopRequest(group)
-        self.agreement = Agreement(group, [SCHEMA, *fields, SOURCE, self.stop])
-
-    def header(self, values: Any = None) -> Tensor:
-        """What the rank sends, if it compares its key as a reduction does."""
-        key = {**VALUES, **(values or {})}, [field.default for field in self.agreement.fields]
-        if key != self.agreement.key:
-            self.agreement.open(*key)
-        return torch.tensor([*self.agreement.sent.encoded]).float()
-
-    @property
-    def asks_to_stop(self) -> bool:
-        """Whether the header that it sends now does."""
-        encoded = torch.tensor([*self.agreement.sent.encoded])
-        return bool(self.agreement.column(encoded, self.stop)[self.rank])
+        made.append(Agreement(group, [SCHEMA, SOURCE]))
+        values = {SCHEMA: schema_hash(["here"]), SOURCE: GradSource.FORWARD}
+        made[-1].open(values, [field.default for field in made[-1].fields])
+    return made
 
 
-def ranks_of(size: int) -> list[Rank]:
-    return [Rank(rank, size) for rank in range(size)]
+def header(agreement: Agreement) -> Tensor:
+    """The header that the rank sends."""
+    return torch.tensor([*agreement.sent.encoded]).float()
 
 
 @pytest.mark.parametrize("value", [300.0, -1.0, float("nan"), 9.0, 0.25])
-@pytest.mark.parametrize("place", [-1, -2])
-def test_a_byte_that_no_header_has_is_a_mismatch(value: float, place: int) -> None:
-    (rank,) = ranks_of(1)
-    headers = rank.header()
-    headers[place] = value
+def test_a_byte_that_no_header_has_is_a_mismatch(value: float) -> None:
+    (agreement,) = agreements(1)
+    headers = header(agreement)
+    headers[-1] = value
     with pytest.raises(SchemaMismatch):
-        rank.agreement.check(headers, "here")
+        agreement.check(headers, "here")
 
 
 @pytest.mark.parametrize(
@@ -71,19 +56,19 @@ def test_a_byte_that_no_header_has_is_a_mismatch(value: float, place: int) -> No
     ],
 )
 def test_another_collective_in_place_of_a_bucket_is_named(content: float, text: str) -> None:
-    """If only its own header comes, the rank first tests whether its backend exchanges data."""
-    first, *_ = of_ranks = ranks_of(3)
-    total = sum(rank.header() for rank in of_ranks)
-    first.agreement.check(total, "here")
-    mine = first.header()
+    """If a rank receives only its own header, it first tests if its backend exchanges data."""
+    first, *_ = of_ranks = agreements(3)
+    total = sum(map(header, of_ranks))
+    first.check(total, "here")
+    mine = header(first)
     with pytest.raises(Unmatched, match=text):
-        first.agreement.check(mine + torch.full_like(mine, content), "here")
-    first.agreement.check(total, "here")
+        first.check(mine + torch.full_like(mine, content), "here")
+    first.check(total, "here")
 
 
 @ranks(2)
 def test_headers_have_the_fields_that_the_options_need() -> None:
-    """Each rank has a header of this size in the first bucket, and only there."""
+    """The first bucket contains a header of this size for each rank; other buckets do not."""
     for skips, size in ((False, HEADER_BYTES), (True, HEADER_BYTES + SKIPPED.size)):
         ddp = wrap(nn.Linear(3, 1), skip_all_reduce_unused_params=skips)
         train_step(ddp, torch.ones(2, 3))

@@ -1,7 +1,8 @@
-"""Wrong options, states and texts of one rank: an error on all ranks, and a right next step."""
+"""Wrong options, states and texts of one rank: an error on all ranks; training continues."""
 
 import copy
 import itertools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -36,8 +37,6 @@ def raises(name: str, _: object) -> bool:
 WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"compression": Int8(exact=raises)}, KeyError, "text of the user for 0.weight"),
     ({"compression": Int8(exact="9.weight")}, ValueError, "matches '9.weight'"),
-    ({"bucket_cap_mb": -1}, ValueError, "finite and not negative, got -1 MiB"),
-    ({"bucket_cap_mb": "x"}, TypeError, "number of MiB, got 'x'"),
     ({"metrics": "no"}, TypeError, "metrics should be"),
 ]
 
@@ -54,14 +53,6 @@ def test_an_option_that_is_wrong_on_one_rank_is_an_error_on_both(rank: int) -> N
     assert_gradients_alike(ddp)
 
 
-def without(name: str) -> Callable[[dict[str, Any]], Any]:
-    return lambda state: {key: value for key, value in state.items() if key != name}
-
-
-def replaced(**entries: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda state: {**state, **entries}
-
-
 def residuals(change: Callable[[torch.Tensor], Any]) -> Callable[[dict[str, Any]], Any]:
     return lambda state: {**state, "sent": {k: change(v) for k, v in state["sent"].items()}}
 
@@ -69,10 +60,9 @@ def residuals(change: Callable[[torch.Tensor], Any]) -> Callable[[dict[str, Any]
 # A change of a state, and the error on the rank that loads it.
 WRONG_STATES: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = [
     (lambda _: wide().state_dict(), TypeError, "expects a state from comm_state_dict()"),
-    (lambda state: [state], TypeError, "expects a state from comm_state_dict()"),
-    (without("bucket_order"), TypeError, "'bucket_order' is not a list"),
-    (without("weight_unit"), TypeError, "'weight_unit' is not a number"),
-    (replaced(weight_unit=float("nan")), ValueError, "'weight_unit' is nan"),
+    (lambda state: {**state, "bucket_order": 3}, TypeError, "'bucket_order' is not a list"),
+    (lambda state: {**state, "weight_unit": None}, TypeError, "'weight_unit' is not a number"),
+    (lambda state: {**state, "weight_unit": math.nan}, ValueError, "'weight_unit' is nan"),
     (
         lambda state: {**state, "bucket_order": state["bucket_order"] * 2},
         ValueError,
@@ -80,7 +70,6 @@ WRONG_STATES: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], str]]
     ),
     (residuals(lambda each: each[1:]), ValueError, "residuals of shape (63,"),
     (residuals(lambda each: each * float("nan")), ValueError, "non-finite residuals"),
-    (residuals(lambda each: each.to("meta")), TypeError, "not a dictionary of dense"),
     (residuals(torch.Tensor.int), TypeError, "dense floating-point tensors"),
 ]
 
@@ -113,7 +102,7 @@ def test_a_state_that_one_rank_cannot_load_is_loaded_on_no_rank(rank: int) -> No
         ddp.load_comm_state_dict(state)
 
 
-# Nothing that another rank has sent is unpickled or executed, nor spoils a message.
+# Data of other ranks is not unpickled or executed, and cannot distort a message.
 
 
 @pytest.mark.parametrize("folder", ["tritonddp", "examples", "benchmarks"])

@@ -1,4 +1,4 @@
-"""The error of a failed collective: where this rank and the other ranks are, and who is missing."""
+"""The error of a failed collective: the places of all ranks, and the missing ranks."""
 
 import dataclasses
 import os
@@ -44,14 +44,14 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
 
 @pytest.fixture
 def patient_store(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
-    """A rank that waits for the posts of the other ranks fails the test."""
+    """Waiting for the posts of the other ranks fails the test."""
     monkeypatch.setattr(failures, "_PATIENCE", 600.0)
     monkeypatch.setattr(failures, "_LIMIT", 60.0)
     return store
 
 
 def groups(store: dist.Store, size: int = 2) -> list[Group]:
-    """One per rank."""
+    """The group of each rank."""
     of_ranks: list[Any] = [FakeGroup(rank, size, store) for rank in range(size)]
     return list(map(Group, of_ranks))
 
@@ -85,7 +85,7 @@ def test_an_old_post_is_not_a_new_one(store: dist.Store) -> None:
     assert "rank 1 failed at the same place" in explain(first)
     text = explain(first, "step 5, bucket 0 ('c')")
     assert f"rank 1 has reported only an earlier failure at {PLACE}" in text
-    # It continues from the count of the other ranks, though it has failed less often.
+    # The posts of a rank that has failed less often are recognized, too.
     assert "rank 0 failed at a different place: step 5, bucket 0 ('c')" in explain(second, "step 4")
 
 
@@ -93,15 +93,9 @@ POSTS: dict[str, list[bytes]] = {
     "tritonddp/failed/1": [
         b"",
         b"9" * 10_000 + b" place",
-        b"1 \xff\xfe\x1b[31m\nrank 0 is to blame",
-        b"1 " + "\N{SNOWMAN}".encode() * 1_000_000,
+        b"1 \xff\x1b[31m\nrank 0 is late",
     ],
-    "tritonddp/process/1": [
-        b"",
-        b"1 2 3",
-        b"-1 2 3 host",
-        b"1 2 3 \xff\x1b[31m\n" + b"h" * 9999,
-    ],
+    "tritonddp/process/1": [b"", b"-1 2 3 host", b"1 2 3 \xff\x1b[31m\n" + b"h" * 9999],
 }
 
 
@@ -132,7 +126,7 @@ def test_no_rank_waits_if_all_have_reported(patient_store: dist.Store) -> None:
 
 
 def process_of(state: str = "runs") -> Process:
-    """A process of this host, which was in this state and has ended."""
+    """A process of this host that has ended, after it was in this state."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
     process = dataclasses.replace(Process.own(), pid=child.pid, started=started)
@@ -156,12 +150,12 @@ def test_the_state_of_a_process_of_this_host(state: str) -> None:
     process = process_of(state)
     assert Process.parse(process.post().encode()) == process
     successor = dataclasses.replace(Process.own(), started="1")
-    assert successor.state == "ended", "its number belongs to another process now"
+    assert successor.state == "ended", "its process ID belongs to another process now"
 
 
 def test_the_states_of_ranks_without_a_post(store: dist.Store) -> None:
     first, other = groups(store)
-    assert "not yet wrapped" not in explain(first), "this rank has not, either"
+    assert "not yet wrapped" not in explain(first), "this rank has not wrapped a module either"
     first.enter()
     assert "rank 1 has not reported and not yet wrapped a module: it has ended" in explain(first)
     other.enter()
@@ -182,7 +176,7 @@ def test_no_rank_waits_once_a_process_has_ended(patient_store: dist.Store) -> No
     text = explain(first)
     assert "store could not be read" not in text, "it waited"
     assert f"rank 2 ({process}) has ended.\n  The state of rank 1 is unknown.\n" in text
-    # The other ranks are told. They may be on other hosts.
+    # This rank reports it to the ranks of other hosts.
     patient_store.set("tritonddp/process/2", dataclasses.replace(process, scope="other").post())
     assert f"rank 2 ({process}) has ended.\n  rank 0 failed at the same place" in explain(second)
 
@@ -208,7 +202,7 @@ def test_ranks_with_other_numbers_of_backwards_are_named_with_these(store: dist.
     assert "rank 1 has ended without an exception." in text
     assert "rank 1 has run 3 fewer" in text
     assert "run the training loop inside `with model.join():`" in text
-    assert "First check the log" not in text, "that is empty"
+    assert "First check the log" not in text, "the log is empty"
     second.enter()  # it has wrapped another module, and continues
     store.set("tritonddp/made/2", "x")
     assert "has run" not in explain(first)

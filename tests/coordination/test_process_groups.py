@@ -1,4 +1,4 @@
-"""Process groups that are written in Python, not registered with torch, or of several backends."""
+"""Process groups written in Python, not registered with torch, or with several backends."""
 
 import contextlib
 import threading
@@ -40,7 +40,7 @@ def completed(result: Any) -> Future:
 
 
 class HasNoFuture(dist.Work):
-    """Only ``wait``."""
+    """It has only ``wait``."""
 
     def __init__(self, work: Any, result: Any, group: Any) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class HasNoFuture(dist.Work):
 
 
 class WantsTimeout(HasNoFuture):
-    """``wait`` cannot be called without a timeout, as in torch's own tests."""
+    """``wait`` requires a timeout, as in torch's own tests."""
 
     def wait(self, timeout: timedelta) -> Any:
         return super().wait()
@@ -63,7 +63,7 @@ class WantsTimeout(HasNoFuture):
 
 
 class WaitsByFuture(WantsTimeout):
-    """``wait`` returns a future, which is complete later."""
+    """``wait`` returns a future that is completed later."""
 
     def wait(self, timeout: timedelta | None = None) -> Any:
         future: Future = Future()
@@ -77,12 +77,12 @@ class WaitsByFuture(WantsTimeout):
 
 
 class InPython(dist.ProcessGroup):
-    """The few collectives that torch's own tests and torchft's groups have.
+    """The few collectives that the groups of torch's own tests and of torchft have.
 
     Args:
         backend: runs the collectives.
-        make_work: makes a work object; without it, collectives are complete when they return.
-        in_place: results are where the gradients were; otherwise futures hold them.
+        make_work: creates a work object. Without it, collectives are complete when they return.
+        in_place: collectives write to the gradients; otherwise futures hold the results.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ def alone() -> Any:
 
 
 class Broken(InPython):
-    """Loses its connection with the first gradients."""
+    """Its first all-reduce fails."""
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
         raise RuntimeError("connection lost")
@@ -152,7 +152,7 @@ def test_one_rank_of_a_group_in_python_without_a_default_group(work: Any, view: 
     assert ddp._get_ddp_logging_data()["backend_name"] == "in-python"
     ddp.check_sync()
     ddp.load_comm_state_dict(ddp.comm_state_dict())
-    # As in torchft's wrapper: the group has only this rank, and a hook averages.
+    # As in torchft, the group has only this rank, and a hook averages.
     ddp.register_comm_hook(None, lambda _, bucket: completed(bucket.buffer()))
     train(ddp, 0)
     train(unwrapped, 0)
@@ -184,7 +184,7 @@ def test_the_error_of_compression_names_the_backend_of_a_group_in_python() -> No
 
 
 def in_two_threads(program: Callable[[int, Any], None]) -> None:
-    """Run the program of two ranks without a default group, each with a backend."""
+    """Run two ranks in threads, without a default group, each with a backend."""
     store = dist.HashStore()
 
     def run(rank: int) -> None:
@@ -194,23 +194,8 @@ def in_two_threads(program: Callable[[int, Any], None]) -> None:
     in_threads(*(partial(run, rank) for rank in range(2)))
 
 
-@ranks(2)
-def test_a_new_wrapper_recovers_a_failed_backward_in_a_group_in_python(rank: int) -> None:
-    """Torch does not know the group, but it is not destroyed."""
-    group = InPython(dist.group.WORLD, HasNoFuture)
-    model = wrap(net(), process_group=group)
-    for number in range(3):
-        loss = model(drawn(2, 4, step=number)).sum()
-        with breaking_off(model.module[0].weight, number == 2 and rank == 0):
-            loss.backward()
-    other = wrap(net(), process_group=group)
-    train(other, rank)
-    other.check_sync()
-
-
 @VIEW
-@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "in futures"])
-@pytest.mark.parametrize("work", [WantsTimeout, WaitsByFuture])
+@pytest.mark.parametrize(("work", "in_place"), [(WaitsByFuture, True), (WantsTimeout, False)])
 def test_two_ranks_of_a_group_in_python_without_a_default_group(
     work: Any, in_place: bool, view: bool
 ) -> None:
@@ -232,7 +217,7 @@ def test_two_ranks_of_a_group_in_python_without_a_default_group(
 
 
 def test_a_group_in_which_two_ranks_have_one_number_is_refused() -> None:
-    """As torchft's ``ProcessGroupGloo`` if it is not wrapped: each rank is 0 there."""
+    """As with torchft's ``ProcessGroupGloo``, whose ranks all have the number 0."""
 
     class CallsItselfZero(InPython):
         def getRank(self) -> int:
@@ -243,6 +228,20 @@ def test_a_group_in_which_two_ranks_have_one_number_is_refused() -> None:
             DistributedDataParallel(net(), process_group=CallsItselfZero(backend))
 
     in_two_threads(program)
+
+
+@ranks(2)
+def test_a_new_wrapper_recovers_a_failed_backward_in_a_group_in_python(rank: int) -> None:
+    """The group is not registered with torch."""
+    group = InPython(dist.group.WORLD, HasNoFuture)
+    model = wrap(net(), process_group=group)
+    for number in range(3):
+        loss = model(drawn(2, 4, step=number)).sum()
+        with breaking_off(model.module[0].weight, number == 2 and rank == 0):
+            loss.backward()
+    other = wrap(net(), process_group=group)
+    train(other, rank)
+    other.check_sync()
 
 
 def test_a_failure_in_a_group_without_a_store_says_why_no_rank_is_named() -> None:
@@ -257,7 +256,7 @@ def test_a_failure_in_a_group_without_a_store_says_why_no_rank_is_named() -> Non
 @VIEW
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_fake_backend(world_size: int, view: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """It exchanges nothing: gradients are those of this rank, divided by the number of ranks."""
+    """It exchanges no data: local gradients are divided by the number of ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         ddp = wrap(nn.Linear(2, 1), view)
@@ -269,7 +268,7 @@ def test_the_fake_backend(world_size: int, view: bool, caplog: pytest.LogCapture
         assert not ddp.should_stop()
         ddp.request_stop()
         train_step(ddp, torch.ones(1, 2))
-        assert ddp.should_stop(), "the rank gets its own request"
+        assert ddp.should_stop(), "the request of this rank"
     finally:
         dist.destroy_process_group()
 

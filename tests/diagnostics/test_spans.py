@@ -13,14 +13,14 @@ STEPS = ("pack", "launch", "wait", "unpack")
 
 
 def spans(net: nn.Module) -> list[str]:
-    """The spans of a step, by their start."""
+    """The spans of a step, in the order of their start."""
     with profile() as profiler:
         train_step(net, drawn(5, 4))
     found = [each for each in profiler.events() if each.name.startswith("tritonddp: ")]
     return [each.name for each in sorted(found, key=lambda each: each.time_range.start)]
 
 
-@pytest.mark.parametrize("way", ["copies", "process group", "views", "int8"])
+@pytest.mark.parametrize("way", ["copies", "int8"])
 @ranks(2)
 def test_a_profiler_shows_the_steps_of_each_bucket_in_order(way: str) -> None:
     net = DistributedDataParallel(mlp(4, 8, 8, 2), bucket_cap_mb=3e-4, **WAYS[way])
@@ -39,7 +39,3 @@ def test_a_profiler_shows_the_steps_of_each_bucket_in_order(way: str) -> None:
             mine = [each.split()[1] for each in found if each.endswith(str(n))]
             assert tuple(dict.fromkeys(mine)) == STEPS
         assert found.index("tritonddp: launch bucket 1") < found.index("tritonddp: wait bucket 0")
-        train_step(net, drawn(5, 4))  # without a profiler these methods are not wrapped
-        for bucket in net.reducer.buckets:
-            assert vars(bucket).keys().isdisjoint(STEPS)
-            assert vars(bucket.exchange).keys().isdisjoint(STEPS)

@@ -1,10 +1,10 @@
-"""Ranks that die, stop, fall behind, raise or differ: what the other ranks see.
+"""Ranks that die, stop, skip steps, raise or differ, and the errors of the other ranks.
 
-points.py       where a fault strikes: places in the library and in a training loop
-table.py        the faults: kind x point x ranks, and the errors that the other ranks must raise
-program.py      the training of each rank, and how a fault strikes it
-differences.py  what one rank does differently
+points.py       the places of faults in the package and in a training loop
+table.py        the faults: kind x point x ranks, and the expected errors of the other ranks
+program.py      the training of each rank, with its fault
+differences.py  the different program of one rank
 player.py       forks the ranks of each fault, and ends them in bounded time
-verdict.py      compares what the ranks saw with what was expected
-test_faults.py  all faults; the messages of the pages about failures
+verdict.py      compares the results of the ranks with the expected results
+test_faults.py  all faults; the messages on the pages about failures
 """

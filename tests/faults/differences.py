@@ -1,4 +1,4 @@
-"""What one rank does differently: faults of the kind ``"differ"``."""
+"""The programs of the victim in faults of the kind ``"differ"``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"other bucket sizes": {"bucket_cap_mb": 1}
 
 
 def one_more_backward(program: Program, ddp: DistributedDataParallel, step: int) -> None:
-    """It meets the next step of the other ranks, which this rank skips then."""
+    """Its collectives match those of the other ranks' next step, which this rank then skips."""
     loss = program.loss(ddp, program.rank, step)
     loss.backward(retain_graph=True)
     means = [param.grad.clone() for param in ddp.parameters() if param.grad is not None]
@@ -47,7 +47,7 @@ def a_local_backward(program: Program, ddp: DistributedDataParallel, step: int) 
 
 def no_sync_and_away(program: Program, ddp: DistributedDataParallel, step: int) -> None:
     a_local_backward(program, ddp, step)
-    while True:  # for example a long evaluation
+    while True:  # in place of a long evaluation
         time.sleep(1)
 
 
@@ -78,6 +78,5 @@ STEPS: dict[str, Callable[[Program, DistributedDataParallel, int], None]] = {
     "reduce_gradients on one rank": a_request,
     "another parameter": another_parameter,
     "other wrapper first": the_other_wrapper,
-    "shorter wrapper first": the_other_wrapper,
     "smaller wrapper first": the_other_wrapper,
 }

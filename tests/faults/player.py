@@ -1,11 +1,10 @@
-"""Runs faults with real processes and writes down what each rank saw.
+"""Play faults with real processes, and write the results of each rank to files.
 
-    python tests/faults/player.py FOLDER NAME...      what each rank saw, as FOLDER/NAME.json
+    python tests/faults/player.py FOLDER NAME...      the results of the ranks, in FOLDER/NAME/
 
-One process that has imported torch, and runs nothing else, forks a launcher for each fault, which
-like torchrun hosts the store and forks the ranks. So a rank costs next to nothing. Each fault is a
-process group of its own, and whatever it leaves behind ends with its launcher, after its time at
-the latest. As ranks wait most of the time, several faults are played at once.
+One process that has imported torch forks a launcher for each fault. Like torchrun, the launcher
+hosts the store and starts the ranks, by forks, which are cheap. All processes of a fault end with
+its launcher. Ranks wait most of the time, so several faults are played concurrently.
 """
 
 import argparse
@@ -25,30 +24,29 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-# In front of the folder of this file, whose modules are those of a package.
+# Before the folder of this file, whose modules belong to a package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch._dynamo  # here, or each rank takes seconds to import it
+import torch._dynamo  # here, so that the ranks do not import it
 import torch.distributed as dist
 
 from faults.program import Program
 from faults.table import FAULTS, Fault
 
-# Seconds of the group's timeout: where ranks stall it has to pass; else it is not to be reached.
+# The group's timeout, in seconds: it expires if a rank stalls, and only then.
 STALLS, ENDS = 4.0, 150.0
-# Seconds that the ranks that are left have in all.
-LIMIT = 120.0
-_AT_ONCE = 8
+LIMIT = 120.0  # seconds of a fault
+_CONCURRENT = 8
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def play(names: list[str], folder: Path) -> None:
-    """Play these faults; what the ranks saw is in ``folder``."""
+    """Play these faults. The results are in ``folder``."""
     waiting, running = list(names), set()
     while waiting or running:
-        while waiting and len(running) < _AT_ONCE:
+        while waiting and len(running) < _CONCURRENT:
             fault = FAULTS[waiting.pop(0)]
             place = folder / fault.name
             place.mkdir()
@@ -57,7 +55,7 @@ def play(names: list[str], folder: Path) -> None:
 
 
 def fork(run: Callable[[], None], log: Path) -> int:
-    """Run a function in a child, which never returns from here and dies with this process."""
+    """Run a function in a child process, which ends with this process."""
     parent = os.getpid()
     child = os.fork()
     if child:
@@ -82,14 +80,14 @@ def fork(run: Callable[[], None], log: Path) -> int:
 
 
 def launch(fault: Fault, place: Path) -> None:
-    """Start the ranks of a fault, wait for those that are to end, and end all."""
+    """Start the ranks of a fault, wait for those that should end, and kill the others."""
     os.setsid()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         ranks = [
             fork(partial(be, fault, rank, listening, place), place / f"rank{rank}.log")
             for rank in range(fault.ranks)
         ]
-        # After the forks: the store has threads.
+        # After the forks, because the store has threads.
         store = None if fault.hosts_store else store_of(listening, is_host=True)
         left = {pid: rank for rank, pid in enumerate(ranks)}
         ended: dict[int, int] = {}
@@ -103,7 +101,7 @@ def launch(fault: Fault, place: Path) -> None:
         hanging = sorted(set(left.values()) - set(fault.lost))
         for pid, rank in left.items():
             if rank in hanging:
-                os.kill(pid, signal.SIGUSR1)  # its stacks, into its log
+                os.kill(pid, signal.SIGUSR1)  # writes its stacks to its log
         if hanging:
             time.sleep(1)
         for pid in left:
@@ -115,7 +113,7 @@ def launch(fault: Fault, place: Path) -> None:
 
 
 def store_of(listening: socket.socket, is_host: bool) -> dist.TCPStore:
-    """The store of a fault, which listens there. Its host is the launcher, or the victim."""
+    """The store of a fault, with this socket. The launcher or the victim hosts it."""
     return dist.TCPStore(
         *listening.getsockname(),
         is_master=is_host,
@@ -126,8 +124,8 @@ def store_of(listening: socket.socket, is_host: bool) -> dist.TCPStore:
 
 
 def be(fault: Fault, rank: int, listening: socket.socket, place: Path) -> None:
-    """One rank of a fault."""
-    limit = timedelta(seconds=STALLS if fault.is_stall or fault.times_out else ENDS)
+    """Run one rank of a fault."""
+    limit = timedelta(seconds=STALLS if fault.is_stall else ENDS)
     if fault.detail:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
         logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
@@ -135,7 +133,7 @@ def be(fault: Fault, rank: int, listening: socket.socket, place: Path) -> None:
     store = store_of(listening, is_host=fault.hosts_store and rank == fault.victim)
     listening.close()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=fault.ranks, timeout=limit)
-    # Ranks start at different times on a busy machine: not in the time of the fault.
+    # On a busy machine, ranks start at different times. Wait for all ranks first.
     store.add("here", 1)
     while store.add("here", 0) < fault.ranks:
         time.sleep(0.02)

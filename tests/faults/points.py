@@ -1,8 +1,7 @@
-"""Where a fault strikes, and in which kind of training loop.
+"""The places where faults occur, and the training loop of each.
 
-A fault strikes right before a call of the library, in a hook that a user could have put there, or
-between the lines of the loop. The first two are patched into the process of each rank, which plays
-one fault and ends.
+A fault occurs before a call of a function of the package, in a hook of the user, or between two
+lines of the loop. Functions are patched: the process of a rank plays one fault and ends.
 """
 
 import importlib
@@ -13,35 +12,35 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Point:
-    """A place in the life of a rank.
+    """A place in the program of a rank.
 
     Attributes:
-        before: ``"module:Class.method"``: right before this is called; or the name of a line of
-            the loop.
-        strikes: what strikes there, with commas between: a kind (see :class:`faults.table.Fault`),
-            the victim of so many ranks, and options of the wrapper, of :data:`faults.table.WORDS`.
-        step: in which step it strikes, -1 when the module is wrapped; ``None`` in any.
+        loop: the training loop, see program.py.
+        before: ``"module:Class.method"`` for a place before a call of this method, or the name of a
+            line of the loop.
+        strikes: the faults, separated by commas. Each is a kind (see :class:`faults.table.Fault`),
+            ``victim/ranks``, and names of options in :data:`faults.table.WORDS`.
+        call: the index of the call within a step.
+        step: the step of the fault; -1 when the module is wrapped, ``None`` for any step.
     """
 
-    loop: str  # the kind of training loop, see program.py
+    loop: str
     before: str
     strikes: str = ""
-    call: int = 0  # which call of a step it is, the first is 0
+    call: int = 0
     step: int | None = 2  # STRUCK_AT
 
 
 STRUCK_AT = 2  # the step of most faults, counted from 0
-RUN = "tritonddp.comm.reduction:Reduction"
 # Through the process group, or through memory.
 MEMORY = "tritonddp.comm.host.memory_exchange:MemoryExchange"
-BUFFERS = "tritonddp.comm.host.rank_buffers:RankBuffers"
 _ALL_REDUCE = "tritonddp.comm.all_reduce"
 TRANSPORT = f"{_ALL_REDUCE}:AllReduce|{MEMORY}"
+SUM = "tritonddp.comm.host.rank_buffers:RankBuffers.sum"
 OWNERS = f"{_ALL_REDUCE}:ReduceToOwners|{MEMORY}"
 OPTIMIZER = "tritonddp.zero.zero_redundancy_optimizer"
 VALUES = "tritonddp.zero.values:OwnedValues"
 HOST = "tritonddp.coordination.host"
-SHARED = "tritonddp.comm.host.shared_broadcast:SharedBroadcast"
 # Between hosts, or between ranks with compression.
 PARTS = "tritonddp.comm.parts:PartsExchange"
 
@@ -55,9 +54,12 @@ POINTS = {
     "buffer broadcast": Point(
         "buffers", "tritonddp.wrapper:DistributedDataParallel._sync_buffers", "kill 2/3, stop 0/3"
     ),
-    "buffers in memory": Point("buffers", f"{SHARED}._show", "kill 0/3, stop 0/2", step=3),
-    "loan of memory": Point("buffers", f"{SHARED}._lend", "kill 0/3", step=1),
-    "wait for buffers": Point("buffers", f"{SHARED}._take", "kill 2/3", step=3),
+    "buffers in memory": Point(
+        "buffers",
+        "tritonddp.comm.host.shared_broadcast:SharedBroadcast._show",
+        "kill 0/3, stop 0/2",
+        step=3,
+    ),
     "loss": Point("plain", "loss", "kill 0/2, behind 2/3, orphan 2/3, orphan 2/3 group"),
     "first gradient": Point(
         "plain",
@@ -71,7 +73,6 @@ POINTS = {
         "nan 1/3, nan 1/3 int8",
     ),
     "last gradient": Point("plain", "gradient of the first layer", "kill 1/2 views, raise 1/2"),
-    "flatten": Point("plain", f"{RUN}.pack", "kill 2/3", call=2),
     "launch": Point("plain", f"{TRANSPORT}.launch", "kill 0/4, stop 0/2", call=1),
     "end of backward": Point("plain", f"{TRANSPORT}.wait", "kill 1/3 views, stop 1/4"),
     "order of gradients": Point(
@@ -81,16 +82,6 @@ POINTS = {
         step=0,
     ),
     "optimizer step": Point("plain", "optimizer", "kill 0/3, stop 1/2, loop 2/3, leave 0/2"),
-    "no_sync": Point("no_sync", "microbatch", "kill 2/3, stop 0/2"),
-    "weighted": Point(
-        "weighted", "gradient of a layer in the middle", "kill 1/2, stop 0/3, raise 0/2, nan 1/2"
-    ),
-    "reduce_gradients": Point("request", "request", "kill 0/3, stop 1/3, behind 0/2"),
-    "communication hook": Point("hook", "hook", "kill 1/3, stop 1/2, loop 0/3, raise 0/3", call=1),
-    "flags behind the hooks": Point("hook", "tritonddp.comm.comm_hook:CommHook._send", "kill 0/2"),
-    "broadcast of added parameters": Point(
-        "added", "tritonddp.comm.broadcast:StateBroadcast.send", "kill 0/3, stop 0/3"
-    ),
     "exchange of compressed gradients": Point(
         "plain", "tritonddp.coordination.collectives:send", "kill 1/3 int8", call=2
     ),
@@ -108,14 +99,7 @@ POINTS = {
     "wait for a message": Point(
         "plain", f"{HOST}.peers:WaitPoint.wait_for", "kill 1/2, stop 3/4, leave 1/3", call=2
     ),
-    "sum in memory": Point("plain", f"{BUFFERS}.sum", "kill 0/3, stop 2/3", call=1),
-    "sum in gradients": Point(
-        "large",
-        "tritonddp.comm.host.rank_buffers:RankBuffers.sum_into",
-        "kill 1/2, stop 0/3",
-        call=1,
-    ),
-    "word of a share": Point("shares", f"{MEMORY}._say_summed", "kill 1/3, loop 1/4", call=1),
+    "sum in memory": Point("plain", SUM, "kill 0/3, stop 2/3", call=1),
     "gradients between hosts": Point(
         "hosts",
         "gradient of a layer in the middle",
@@ -130,7 +114,6 @@ POINTS = {
     "result over hosts": Point(
         "hosts", f"{MEMORY}._say_summed", "kill 1/4 int8, loop 2/4 int8, stop 3/6 int8", call=1
     ),
-    "making an optimizer": Point("sharded", "make", "kill 1/3", step=-1),
     "comparison of optimizers": Point(
         "sharded", f"{OPTIMIZER}:verify_same", "kill 0/2, stop 2/3", step=-1
     ),
@@ -145,18 +128,11 @@ POINTS = {
     "before a sharded step": Point(
         "sharded", "optimizer", "kill 0/3, kill 1/2 group, stop 1/3, leave 2/3, raise 1/2"
     ),
-    "step of owners": Point("sharded", "owned", "kill 0/2, loop 1/3, raise 1/3, raise 0/2 group"),
+    "step of owners": Point("sharded", "owned", "kill 0/2, loop 1/3, raise 1/3"),
     "between step and values": Point(
         "sharded",
         f"{VALUES}.exchange",
-        "kill 2/3, kill 0/3 group, stop 0/2 group, raise 1/2, interrupt 0/3, interrupt 1/2 group",
-    ),
-    "arrival of values": Point("sharded", f"{VALUES}._wait", "kill 1/3 group, loop 1/2 group"),
-    "norms of owners": Point(
-        "clipped", f"{OPTIMIZER}:ZeroRedundancyOptimizer.norms", "kill 1/2, stop 0/3"
-    ),
-    "gather of the state": Point(
-        "consolidated", "tritonddp.coordination.collectives:broadcast", "kill 1/3, leave 1/2"
+        "kill 2/3, kill 0/3 group, stop 0/2 group, raise 1/2, interrupt 0/3",
     ),
     "checksums": Point("check", "tritonddp.diagnostics.check_sync:checksums", "kill 0/2"),
     "forward inside join": Point(
@@ -168,24 +144,18 @@ POINTS = {
     "follower": Point(
         "join", "tritonddp.features.join:JoinProtocol.receive", "kill 2/3, stop 1/3", step=None
     ),
-    "end of join": Point(
-        "join", "tritonddp.features.join:JoinProtocol.take_over", "kill 0/3", step=None
-    ),
 }
-
-# A point of a difference for which the loop is enough.
-_NOWHERE = {"another parameter": Point("check", "")}
 
 
 def point_of(at: str) -> Point:
-    """Where a fault strikes."""
-    return POINTS.get(at) or _NOWHERE.get(at) or Point("plain", "")
+    """The place of a fault. The ranks of other keys run different programs, see differences.py."""
+    return POINTS.get(at) or Point("check" if at == "another parameter" else "plain", "")
 
 
 def strike_before(target: str, strike: Callable[[], None]) -> None:
-    """Have ``strike`` called before each call of ``"module:name"`` or ``"module:Class.name"``.
+    """Call ``strike`` before each call of ``"module:name"`` or ``"module:Class.name"``.
 
-    ``"module:Class|module:Class.name"`` are methods of this name of all these classes.
+    ``"module:Class|module:Class.name"`` names the same method of several classes.
     """
     *others, target = target.split("|")
     for each in others:

@@ -1,10 +1,9 @@
-"""What each rank runs: some steps of training, in which a fault strikes one rank.
+"""The program of each rank: some steps of training, with a fault on one rank.
 
-After each step a rank compares its gradients with the mean of what an unwrapped model computes for
-every rank. Whatever happens, it writes down what it saw.
+After each step, a rank compares its gradients with the mean over all ranks, computed by an
+unwrapped model. At the end it returns a :class:`Seen`.
 """
 
-import math
 import os
 import signal
 import time
@@ -22,16 +21,14 @@ from faults import differences
 from faults.points import STRUCK_AT, strike_before
 from faults.table import Fault
 from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer
-from tritonddp.comm.host import memory_exchange
 from tritonddp.coordination.host import connect
-from tritonddp.kernels import reference
 
 STEPS = 5
 WIDTH = 6
 
 
 class Net(nn.Module):
-    """Layers of one width, and for some loops an embedding or a buffer."""
+    """Layers of one width, with an embedding or a buffer in some loops."""
 
     def __init__(self, loop: str, width: int, kind: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -42,10 +39,6 @@ class Net(nn.Module):
         if loop in ("buffers", "check"):
             self.register_buffer("seen", torch.zeros(3, dtype=kind))
         self.within: Callable[[], None] = lambda: None
-
-    def grow(self) -> None:
-        like = self.layers[0].weight
-        self.layers.append(nn.Linear(*like.shape, dtype=like.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self, "rows"):
@@ -60,11 +53,11 @@ class Net(nn.Module):
 
 
 class Struck(Exception):
-    """The fault of a rank that raises."""
+    """The exception of a fault of the kind ``"raise"``."""
 
 
 class Ended(Exception):
-    """Training ends."""
+    """Training ends inside ``join()``."""
 
 
 class Behind(Exception):
@@ -73,27 +66,28 @@ class Behind(Exception):
 
 @dataclass
 class Seen:
-    """What a rank saw.
+    """The results of a rank.
 
     Attributes:
-        wrong: what was wrong with gradients that no error had been raised for.
-        nan: names of parameters whose gradients were NaN, by step.
+        errors: step and text of each error.
+        wrong: wrong gradients for which no error was raised.
+        nan: names of the parameters with NaN in their gradients, by step.
+        right: steps with correct gradients.
+        ended: the rank reached the end of its program.
     """
 
-    errors: list[tuple[int, str]] = field(default_factory=list)  # step and text of each
+    errors: list[tuple[int, str]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     nan: dict[int, list[str]] = field(default_factory=dict)
-    right: list[int] = field(default_factory=list)  # steps whose gradients were right
-    ended: bool = False  # the rank reached the end of its program
+    right: list[int] = field(default_factory=list)
+    ended: bool = False
 
 
 class Program:
     """One rank of a fault.
 
     Args:
-        fault: what strikes.
-        rank, world_size: of this process.
-        struck: called on the victim right before it is struck.
+        struck: called on the victim immediately before the fault.
     """
 
     def __init__(
@@ -106,10 +100,6 @@ class Program:
         self.steps = iter(range(self.inputs_of(rank)))
         self._struck = struck
         self._calls = 0
-        if self.point.loop == "shares":
-            memory_exchange._RANKS_OF_SHARES, memory_exchange._BYTES_OF_SHARES = 2, 0
-        if self.point.loop == "large":
-            reference._SMALL = 1
         if self.point.loop == "hosts":
             connect._host = lambda: f"host {rank // 2}"
         if ":" in self.point.before:
@@ -119,10 +109,10 @@ class Program:
     def is_victim(self) -> bool:
         return self.rank == self.fault.victim
 
-    # How a fault strikes
+    # The fault
 
     def line(self, name: str) -> bool:
-        """The program is at this place. Returns whether the gradient here should be NaN."""
+        """Run the fault if it belongs to this line. Return whether this gradient becomes NaN."""
         if name != self.point.before or self.point.step not in (None, self.step):
             return False
         self._calls += 1
@@ -136,7 +126,7 @@ class Program:
         match self.fault.kind:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "orphan":  # a forked worker holds its sockets, so that no connection closes
+            case "orphan":  # a forked worker keeps the sockets open
                 launcher = Path(f"/proc/{os.getppid()}")
                 if not os.fork():
                     while launcher.exists():
@@ -146,7 +136,7 @@ class Program:
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "loop":
-                while True:  # (as endless as any, and cheaper)
+                while True:
                     time.sleep(1)
             case "leave":
                 dist.destroy_process_group()
@@ -165,7 +155,7 @@ class Program:
     # Training
 
     def run(self) -> dict[str, Any]:
-        """Train until the end or until a fatal error; returns :class:`Seen` as a dictionary."""
+        """Train until the end or a fatal error. Return :class:`Seen` as a dictionary."""
         try:
             self.line("wrap")
             ddp = self.wrap()
@@ -188,8 +178,6 @@ class Program:
         ddp = DistributedDataParallel(make(), **options)
         if "wrapper" in self.fault.at:
             other = self.make(WIDTH // 2 if "smaller" in self.fault.at else WIDTH)
-            if "shorter" in self.fault.at:
-                del other.layers[:2]
             self.other = DistributedDataParallel(other, **options)
         net = ddp.module
         net.within = lambda: self.line("module forward")
@@ -200,27 +188,24 @@ class Program:
         ):
             weight = net.layers[number].weight
             weight.register_hook(partial(self.gradient, name))
-        if self.point.loop == "hook":
-            ddp.register_comm_hook(None, self.hook)
         return ddp
 
     def make_optimizer(self, ddp: DistributedDataParallel) -> torch.optim.Optimizer:
         if not self.is_sharded:
             return torch.optim.SGD(ddp.parameters(), lr=0.1)
-        self.line("make")
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.5)
         optimizer.optim.register_step_pre_hook(lambda *_: self.line("owned") or None)
         return optimizer
 
     def make(self, width: int = WIDTH) -> Net:
         """The unwrapped module."""
-        if self.is_compressed:  # smaller parameters, and doubles, are not quantized
+        if self.is_compressed:  # small parameters and fp64 are not quantized
             return Net(self.point.loop, 32, torch.float32)
         return Net(self.point.loop, width)
 
     @property
     def is_sharded(self) -> bool:
-        return self.point.loop in ("sharded", "clipped", "consolidated")
+        return self.point.loop == "sharded"
 
     @property
     def is_compressed(self) -> bool:
@@ -228,7 +213,7 @@ class Program:
 
     @property
     def differs(self) -> bool:
-        """Whether this rank does something else than the other ranks."""
+        """Whether this rank runs other operations than the other ranks."""
         return self.fault.kind == "differ" and self.is_victim
 
     def gradient(self, name: str, grad: Tensor) -> Tensor | None:
@@ -236,13 +221,6 @@ class Program:
         if self.line(f"gradient of {name}"):
             return torch.full_like(grad, torch.nan)
         return None
-
-    # Its annotations are looked at: no `from __future__ import annotations` in this file.
-    def hook(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        self.line("hook")
-        buffer = bucket.buffer().div_(self.world_size)
-        work = dist.all_reduce(buffer, async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
 
     def simple_loop(self, ddp: DistributedDataParallel) -> None:
         for step in self.steps:
@@ -260,17 +238,14 @@ class Program:
             time.sleep(3600)  # the other ranks wait for it
 
     def one_step(self, ddp: DistributedDataParallel, step: int) -> bool:
-        """Train; returns whether training continues."""
+        """Train one step. Return whether training continues."""
         self.step, self._calls = step, 0 if self.point.step is not None else self._calls
         self.optimizer.zero_grad()
-        if self.point.loop == "added" and step == STRUCK_AT:
-            ddp.module.grow()
-            self.optimizer.add_param_group({"params": ddp.module.layers[-1].parameters()})
         try:
             self.backward(ddp, step)
             self.line("optimizer")
             if self.is_right(ddp, step):
-                self.end_step(ddp)
+                self.optimizer.step()
         except (Struck, KeyboardInterrupt) as error:
             self.seen.errors.append((step, f"{type(error).__name__}: {error}"))
             return True
@@ -281,46 +256,21 @@ class Program:
             return self.fault.continues
         return True
 
-    def end_step(self, ddp: DistributedDataParallel) -> None:
-        if self.point.loop == "clipped":
-            nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
-        self.optimizer.step()
-        if self.point.loop == "consolidated":
-            assert isinstance(self.optimizer, ZeroRedundancyOptimizer)
-            self.optimizer.consolidate_state_dict()
-
     def backward(self, ddp: DistributedDataParallel, step: int) -> None:
-        """The gradients of a step."""
+        """Forward and backward of a step."""
         if self.differs and step == STRUCK_AT and self.fault.at in differences.STEPS:
             self._struck()
             differences.STEPS[self.fault.at](self, ddp, step)
             return
-        match self.point.loop:
-            case "no_sync":
-                with ddp.no_sync():
-                    self.loss(ddp, self.rank, step, micro=1).backward()
-                self.line("microbatch")
-                self.loss(ddp, self.rank, step).backward()
-            case "weighted":
-                loss = self.loss(ddp, self.rank, step)
-                with ddp.weighted(self.rank + 1):
-                    loss.backward()
-            case "request":
-                with ddp.no_sync():
-                    self.loss(ddp, self.rank, step).backward()
-                self.line("request")
-                ddp.reduce_gradients()
-            case "check":
-                self.loss(ddp, self.rank, step).backward()
-                ddp.check_sync()
-            case _:
-                self.line("forward")
-                loss = self.loss(ddp, self.rank, step)
-                self.line("loss")
-                loss.backward()
+        self.line("forward")
+        loss = self.loss(ddp, self.rank, step)
+        self.line("loss")
+        loss.backward()
+        if self.point.loop == "check":
+            ddp.check_sync()
 
-    def loss(self, net: nn.Module, rank: int, step: int, micro: int = 0) -> Tensor:
-        torch.default_generator.manual_seed(1000 * step + 10 * rank + micro)
+    def loss(self, net: nn.Module, rank: int, step: int) -> Tensor:
+        torch.default_generator.manual_seed(1000 * step + 10 * rank)
         weight = getattr(net, "module", net).layers[0].weight
         return net(torch.randn(5, weight.shape[1], dtype=weight.dtype)).square().mean()
 
@@ -332,22 +282,22 @@ class Program:
                         raise Ended
         except Ended:
             return
-        except RuntimeError as error:  # while it follows the others
+        except RuntimeError as error:  # in the collectives of a rank without inputs
             self.seen.errors.append((self.step, str(error)))
             return
         self.end()
 
     def inputs_of(self, rank: int) -> int:
-        """Number of steps of a rank: inside ``join()`` one rank has fewer."""
+        """The number of steps of a rank. Inside ``join()``, one rank has fewer."""
         if self.point.loop != "join":
             return STEPS
         follows = self.fault.victim if self.point.step is None else self.fault.victim + 1
         return STEPS - 2 if rank == follows % self.world_size else STEPS
 
-    # The oracle
+    # Expected gradients
 
     def is_right(self, ddp: DistributedDataParallel, step: int) -> bool:
-        """Whether no gradient is NaN. Other wrong gradients are noted."""
+        """Return whether no gradient is NaN. Note other wrong gradients."""
         is_behind = self.fault.kind == "behind" and self.is_victim and step > STRUCK_AT
         expected = self.expected(ddp.module, step - is_behind)
         tolerance = 0.1 if self.is_compressed else 1e-12
@@ -368,37 +318,25 @@ class Program:
         return True
 
     def is_elsewhere(self, param: Tensor) -> bool:
-        """Whether only another rank has the gradient, which owns it."""
+        """Whether another rank owns the parameter, so that it has no gradient here."""
         assert isinstance(self.optimizer, ZeroRedundancyOptimizer)
         return self.optimizer._owners[param] != self.rank and param.grad is None
 
     def expected(self, net: Net, step: int) -> dict[str, Tensor]:
-        """The mean over ranks of what an unwrapped model computes."""
+        """The mean over the ranks of the gradients of an unwrapped model."""
         total: dict[str, Tensor] = {}
         for rank in range(self.world_size):
             if step >= self.inputs_of(rank):
                 continue
-            weight = 1.0 / self.world_size
-            if self.point.loop == "weighted":
-                weight = (rank + 1) / math.comb(self.world_size + 1, 2)
-            alone = self.alone(net)
-            for micro in range(2 if self.point.loop == "no_sync" else 1):
-                self.loss(alone, rank, self.batch_of(rank, step), micro).backward()
+            alone = self.make()  # no fault occurs in it
+            alone.load_state_dict(net.state_dict())
+            self.loss(alone, rank, self.batch_of(rank, step)).backward()
             for name, param in alone.named_parameters():
                 if param.grad is not None:
-                    term = weight * param.grad.to_dense()
-                    total[name] = total[name] + term if name in total else term
+                    total[name] = total.get(name, 0) + param.grad.to_dense() / self.world_size
         return total
 
     def batch_of(self, rank: int, step: int) -> int:
-        """A rank that has skipped a step is one batch ahead of the other ranks."""
+        """The batch of a rank: after it has skipped a step, it is one batch ahead."""
         is_behind = self.fault.kind == "behind" and rank == self.fault.victim
         return step + 1 if is_behind and step >= STRUCK_AT else step
-
-    def alone(self, net: Net) -> Net:
-        """An unwrapped copy, in which nothing strikes."""
-        copied = self.make()
-        for _ in range(len(net.layers) - len(copied.layers)):
-            copied.grow()
-        copied.load_state_dict(net.state_dict())
-        return copied

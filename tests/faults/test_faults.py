@@ -17,13 +17,12 @@ from faults.verdict import Result, complaints
 
 PLAYER = Path(__file__).with_name("player.py")
 PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("failures.md", "ranks-differ.md")]
-# Seconds for all faults of a run; each has a limit of its own.
-LIMIT = 560
+LIMIT = 560  # seconds for all faults of a run
 
 
 @pytest.fixture(scope="module")
 def played(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A folder with the results of all faults that this run has selected, played side by side."""
+    """A folder with the results of all faults that this run has selected, played concurrently."""
     items = [item for item in request.session.items if item.path == request.path]
     names = {item.callspec.params["fault"].name for item in items if hasattr(item, "callspec")}
     folder = Path(os.path.realpath(request.getfixturevalue("tmp_path_factory").mktemp("faults")))
@@ -35,7 +34,7 @@ def played(request: pytest.FixtureRequest) -> Iterator[Path]:
     try:
         process.wait(LIMIT)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # it has ended, as it should
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     yield folder
@@ -51,15 +50,15 @@ def test_fault(fault: Fault, played: Path) -> None:
 
 
 def messages() -> list[tuple[str, str]]:
-    """The messages that the pages about failures show, each with the name of its fault."""
+    """The messages on the pages about failures, each with the name of its fault."""
     text = "\n".join(page.read_text() for page in PAGES)
     return re.findall(r"(?s)<!-- fault: (\S+) -->\n```text\n(.*?)\n```", text)
 
 
 def is_in(message: str, text: str) -> bool:
-    """Whether ``text`` has the lines of ``message``, in this order.
+    """Whether ``text`` contains the lines of ``message``, in this order.
 
-    A line ``...`` stands for any number of lines, and ``...`` in a line for any text.
+    A line ``...`` matches any number of lines, and ``...`` within a line any text.
     """
     lines = iter(text.splitlines())
     return all(

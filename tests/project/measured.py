@@ -1,7 +1,7 @@
-"""The tests under coverage.py, in all processes that they start: which line does which test reach?
+"""Record with coverage.py which test executes which line, in all processes that tests start.
 
-What a process runs is noted for the test that started it, or that it has been given (see
-``distributed.py``): coverage.py calls that a context. The data stay in ``build/coverage``.
+A process records lines for the test that started it, or for the test that it received (see
+``distributed.py``), as the context of coverage.py. The data are in ``build/coverage``.
 """
 
 import ast
@@ -16,13 +16,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "tritonddp"
 FOLDER = ROOT / "build" / "coverage"
-# What a process has in front of the test that it was given: the one that started it.
+# The test that started a process, as a prefix of the test that the process received.
 _STARTED_BY = re.compile(r"^.* \((?:setup|call|teardown)\)\|")
 _PHASE = re.compile(r" \((?:setup|call|teardown)\)$")
 
 
 def measure(arguments: list[str], folder: Path = FOLDER) -> None:
-    """Run the tests, by default those of ``make test-all``: half an hour, or more if it is busy."""
+    """Run the tests, by default all of ``make test-all``, which takes half an hour or more."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("data*"):
         old.unlink()
@@ -34,7 +34,7 @@ def measure(arguments: list[str], folder: Path = FOLDER) -> None:
     )
     environment = {
         **os.environ,
-        # coverage.py, where it is installed, begins in each process that finds this variable.
+        # coverage.py starts in each process with this variable.
         "COVERAGE_PROCESS_START": str(settings),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(
@@ -50,7 +50,7 @@ def measure(arguments: list[str], folder: Path = FOLDER) -> None:
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """This module is a plugin of pytest then: what runs now belongs to this test."""
+    """A hook of pytest, with this module as a plugin: record the next lines for this test."""
     import coverage
 
     current = coverage.Coverage.current()
@@ -59,7 +59,7 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 
 def missing_lines(folder: Path = FOLDER) -> dict[str, list[int]]:
-    """The lines that no test has executed, by file; prints how many."""
+    """Return the lines that no test has executed, by file, and print their number."""
     _coverage(folder, "json", "--quiet", "-o", f"{folder}/lines.json")
     report = json.loads((folder / "lines.json").read_text())
     totals = report["totals"]
@@ -74,15 +74,15 @@ def _coverage(folder: Path, *arguments: str) -> None:
 
 
 def owner_of(context: str) -> str:
-    """The test of a context: what a process was given, or else what has started it."""
+    """The test of a context: the test that the process received, or else that started it."""
     return _PHASE.sub("", _STARTED_BY.sub("", context))
 
 
 @cache
 def functions(name: str) -> dict[str, list[range]]:
-    """Lines of the statements of each function and class of a file; of the module by ``""``.
+    """The lines of the statements of each function and class of a file; ``""`` is the module.
 
-    Without those of the functions and classes in it, and without docstrings.
+    The statements of inner functions and classes, and docstrings, are excluded.
     """
     found: dict[str, list[range]] = {"": []}
 

@@ -4,12 +4,12 @@
     python tests/project/mutation_score.py --changed    only those that the result file lacks
     python tests/project/mutation_score.py --replay     only those that it names and the tree has
 
-A mutation negates a condition, drops a statement or swaps two arguments of a call, where gradients
-are carried. The mutations of the result file are played, and others up to ``COUNT``, chosen by
-their own text alone, so that they stay the same when the tree changes. Each is played, in a copy of
-the tree, against the quickest tests that reach its line (run ``make tests-of REFRESH=1`` before),
-until one of them fails or ``SECONDS`` of tests are over. ``mutation_score.json`` has the results: a
-mutation that was found once must be found after tests were removed, too.
+A mutation negates a condition, drops a statement or swaps two arguments of a call, in the rooms
+that exchange gradients. The mutations of the result file are played, and others up to ``COUNT``.
+The choice depends only on their text, so that it is stable when the tree changes. Each is played,
+in a copy of the tree, against the quickest tests that reach its line (first run ``make tests-of
+REFRESH=1``), until one of them fails or ``SECONDS`` have passed. ``mutation_score.json`` has the
+results: a mutation that a test found must be found after tests were removed, too.
 """
 
 import argparse
@@ -39,12 +39,12 @@ from tests_of import reaching
 _ROOMS = ("reducer", "comm", "buckets", "coordination")
 PLACES = (*(f"{room}/**/*.py" for room in _ROOMS), "wrapper.py", "state.py")
 COUNT = 400
-SECONDS = 8.0  # of tests for each mutation, as long as they took when they were measured
-LIMIT = 60.0  # seconds of one process of tests: a mutation that hangs was found
-_GRACE = 2.0  # seconds for it to clean up
+SECONDS = 8.0  # of tests for each mutation, by their recorded durations
+LIMIT = 60.0  # seconds of one process of tests: a mutation that hangs is found
+_GRACE = 2.0  # seconds for the process to clean up
 _MISSED = ("", "no test")
 RESULTS = Path(__file__).with_suffix(".json")
-# A process of tests is forked from one that has imported these, and nothing of the package.
+# Processes of tests are forked from a process that has imported these, but not the package.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["hypothesis", "pytest", "torch"])
 
@@ -110,7 +110,7 @@ def changes_of(node: ast.AST) -> Iterator[tuple[str, Any, str]]:
 
 
 def existing() -> dict[str, Mutation]:
-    """All that can be made of the tree, by name; the least hash of a name first."""
+    """All mutations of the tree by name, sorted by the hashes of their names."""
     paths = [path for place in PLACES for path in PACKAGE.glob(place)]
     every = {each.name: each for path in paths for each in mutations_of(path)}
     return dict(sorted(every.items(), key=lambda pair: sha256(pair[0].encode()).digest()))
@@ -127,7 +127,7 @@ def quick_tests() -> dict[str, float]:
 
 
 def tests_for(mutation: Mutation, seconds: dict[str, float], found_by: str) -> list[str]:
-    """The one that has found it, and the quickest that reach its line: ``SECONDS``, or one test."""
+    """The test that found it before, and the quickest tests that reach its line."""
     reach = reaching(PACKAGE / mutation.file, mutation.line)
     tests = [test for test in reach if test in seconds]
     tests.sort(key=lambda test: (test != found_by, seconds[test]))
@@ -136,7 +136,7 @@ def tests_for(mutation: Mutation, seconds: dict[str, float], found_by: str) -> l
 
 
 def play(mutation: Mutation, tests: list[str], tree: Path) -> str:
-    """The test that finds it, ``"time"`` if they do not end, ``"exit"`` or ``""``."""
+    """Return the test that finds it, ``"time"`` if tests do not end, ``"exit"`` or ``""``."""
     path = tree / PACKAGE.name / mutation.file
     original = path.read_bytes()
     path.write_bytes(original[: mutation.start] + mutation.new.encode() + original[mutation.end :])
@@ -154,17 +154,17 @@ def play(mutation: Mutation, tests: list[str], tree: Path) -> str:
             os.killpg(process.pid, signal.SIGKILL)
         process.join()
         path.write_bytes(original)
-        # The next change may be of the same length and in the same second.
+        # The next mutation may have the same length, and be made in the same second.
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
 def _run(tree: Path, tests: list[str], answer: Connection) -> None:
-    """The tests, in a process of their own; answers as soon as it is known."""
+    """Run the tests in this process; send the result as soon as it is known."""
     import pytest
 
     os.setsid()
     os.chdir(tree)
-    # What the tests and their processes import is compiled once, whatever the shell says.
+    # Compile imported modules once, independent of the environment.
     os.environ.update(PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="")
     sys.dont_write_bytecode = False
     sys.path.insert(0, str(tree))

@@ -1,4 +1,4 @@
-"""The pages name tests, files and links that exist, every case, and every library."""
+"""Tests, files and links on the pages exist; the pages list every case and every library."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ def test_a_test_or_file_that_a_page_names_exists() -> None:
             body = ast.parse((ROOT / path).read_text()).body
             functions = {each.name for each in body if isinstance(each, ast.FunctionDef)}
             assert name in functions, f"{page.name} names {path}::{name}"
-            assert name.startswith("test_"), f"pytest does not run {path}::{name} by itself"
+            assert name.startswith("test_"), f"pytest does not collect {path}::{name}"
             tests += 1
         for path in FILE.findall(text):
             assert (ROOT / path).exists(), f"{page.name} names {path}"
@@ -42,20 +42,6 @@ def test_the_page_of_cases_has_each_once_with_the_results_of_stock() -> None:
     found = {name: (default, flagged) for _, default, flagged, name in rows}
     assert found == {name: each.stock for name, each in PROGRAMS.items() if each.stock}
     assert len(rows) == len(found)
-
-
-def test_the_page_of_differences_counts_the_cases_of_each_kind() -> None:
-    counted = {}
-    for section in PAGES[CASES_PAGE].split("\n## "):
-        if rows := ROW.findall(section):
-            right = [sum(row[column] == "right" for row in rows) for column in (1, 2)]
-            (anchor,) = anchors("# " + section.partition("\n")[0])
-            counted[anchor] = (len(rows), *right)
-    row = r"^\| \[[^]]+\]\(\S+?#(\S+)\) \| (\d+) \| (\d+) \| (\d+) \|"
-    page = PAGES[ROOT / "docs" / "differences.md"]
-    shown = {anchor: (*map(int, of),) for anchor, *of in re.findall(row, page, re.MULTILINE)}
-    assert len(shown) == 11
-    assert shown == counted
 
 
 def test_the_page_of_frameworks_has_a_row_for_every_library_that_is_tested() -> None:
@@ -84,7 +70,7 @@ def test_a_link_of_a_page_leads_to_a_file_and_to_a_heading_in_it() -> None:
     assert len(links) > 20
     for page, path, anchor in links:
         target = (page.parent / path).resolve() if path else page
-        if page.parent == ROOT and path.startswith(ACTIONS):  # on GitHub, of whatever repository
+        if page.parent == ROOT and path.startswith(ACTIONS):  # a page of GitHub
             workflow = path.removeprefix(ACTIONS).removesuffix("/badge.svg")
             target = ROOT / ".github" / "workflows" / workflow
         assert target.exists(), f"{page.name} links to {path}"
@@ -112,16 +98,9 @@ def test_the_readme_is_short_and_leads_to_all_pages() -> None:
     assert set(PAGES) <= found, "no link leads there"
 
 
-def test_the_site_has_every_page_in_its_navigation() -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
-    named = re.findall(r"^ +- [^#\n]+: (\S+\.md)$", navigation, re.MULTILINE)
-    assert len(named) == len(set(named))
-    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= set(named)
-
-
 @pytest.mark.long
 def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    """Strictly: a link, an anchor, a picture or a name of the reference that is missing fails."""
+    """``--strict``: a missing link, anchor, picture or name of the reference is an error."""
     pytest.importorskip("mkdocs", reason="needs the extra [docs]")
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=400)

@@ -1,4 +1,4 @@
-"""What is built has the whole package and is found; torch alone is enough to train on the CPU."""
+"""A wheel contains the whole package; torch is the only dependency for training on the CPU."""
 
 import re
 import shutil
@@ -14,8 +14,8 @@ from versions import without_gloo
 
 import tritonddp
 
-# A script of two ranks, in an operating system that has nothing of Linux's own, and no Triton. What
-# is hidden is absent from macOS, from Windows or from both (docs.python.org says which).
+# A script with two ranks that hides Triton and everything specific to Linux. What it hides is
+# absent on macOS, on Windows or on both (see docs.python.org).
 ELSEWHERE = """
 import builtins, io, os, pathlib, select, signal, socket, sys, types
 import torch.distributed.nn, torch.distributed.optim, torch.distributed.run
@@ -52,7 +52,7 @@ for module, name in (
 
 import tritonddp
 from tritonddp.coordination.host import connect
-connect.sys = types.SimpleNamespace(platform="win32")  # theirs alone: torch asks for it as well
+connect.sys = types.SimpleNamespace(platform="win32")  # only there: torch reads it, too
 
 def trained(wrap, kind=torch.optim.SGD, **options):
     torch.manual_seed(0)
@@ -64,7 +64,7 @@ def trained(wrap, kind=torch.optim.SGD, **options):
         optimizer.zero_grad()
     return torch.cat([each.detach().flatten() for each in ddp.parameters()])
 
-child = fork()  # both ranks have imported torch by now, once
+child = fork()  # torch is imported once for both ranks
 rank = 0 if child else 1
 torch.distributed.init_process_group("gloo", f"file://{sys.argv[1]}", rank=rank, world_size=2)
 stock = trained(Stock)
@@ -128,10 +128,10 @@ def test_the_changelog_and_the_citation_have_this_version() -> None:
 
 
 def test_without_triton_and_without_linux_it_trains_on_the_cpu(tmp_path: Path) -> None:
-    """Simulated: nobody has run it on macOS or Windows."""
+    """Simulated, not tested on macOS or Windows."""
     script = tmp_path / "train.py"
     script.write_text(ELSEWHERE)
-    # torch 2.10 and 2.11 ask for the name of the user, which Windows has there.
+    # torch 2.10 and 2.11 read the user name, which is in this variable on Windows.
     env = {"PYTHONPATH": str(ROOT), "USERNAME": "user"}
     done = launched.run(script, tmp_path / "store", nproc=None, env=env)
     assert done.returncode == 0, done.stderr
@@ -139,7 +139,6 @@ def test_without_triton_and_without_linux_it_trains_on_the_cpu(tmp_path: Path) -
     assert "tritonddp compare: error: requires Linux or macOS" in done.stderr
 
 
-# A list of all modules that a plain import of torch imports would differ between versions.
 IMPORTED = """
 import sys, torch
 from_torch = set(sys.modules)
@@ -149,7 +148,7 @@ print(*sorted(set(sys.modules) - from_torch))
 
 
 def test_the_import_brings_nothing_large_that_only_some_programs_need() -> None:
-    """DTensor and SymPy take 0.7 s of CPU time in every rank of a job."""
+    """Importing DTensor and SymPy would take 0.7 s of CPU time in every rank."""
     imported = launched.printed(IMPORTED).split()
     assert "tritonddp.wrapper" in imported
     large = {"sympy", "mpmath", "triton", "torch._dynamo", "torch._inductor", "torch.fx"}

@@ -1,6 +1,5 @@
-"""The public API: stock's names and documented ones, all in docs/api.md, whose examples run."""
+"""The public API: the names of stock DDP and those in docs/api.md, whose examples run."""
 
-import copy
 import importlib
 import inspect
 import os
@@ -11,12 +10,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from distributed import assert_same_bits, ranks
+from distributed import ranks
 from launched import ROOT
 from modules import forwarding
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 from training import drawn
 
@@ -24,14 +22,13 @@ import tritonddp
 from tritonddp import DistributedDataParallel
 
 WRAPPER = "tritonddp.DistributedDataParallel"
-# What a wrapper has and stock's has not; each is documented in docs/api.md.
+# Names that stock's wrapper does not have.
 ADDED = {
     *("check_sync", "comm_state_dict", "load_comm_state_dict", "metrics"),
     *("add_scalars", "reduced_scalars"),
     *("reduce_gradients", "request_stop", "should_stop", "weighted"),
 }
-# What stock's class has from torch 2.11, 2.13 and 2.15 on: arguments of its constructor that it
-# keeps, which have no docstring there either, and others.
+# Names that stock's class has since torch 2.11, 2.13 and 2.15: first the arguments that it keeps.
 LATER_ARGUMENTS = {
     *("bucket_bytes_cap_list", "batched_grad_copy", "forward_sync_buffers"),
     "lazy_bucket_allocation",
@@ -40,7 +37,7 @@ LATER = {
     *("finalize_backward", "require_manual_backward_finalization"),
     "should_finalize_after_backward",
 }
-# Private attributes of an instance. (Stock's join hook sets the other two.)
+# Private attributes of an instance. Stock's join hook sets the last two.
 PRIVATE = {"_ddp_state", "_authoritative_rank", "_divide_by_initial_world_size"}
 
 # The reference
@@ -54,17 +51,17 @@ DOCUMENTED = {  # classes, their members, functions
     for name, members in re.findall(r"^::: (\S+)\n((?: .*\n)*)", API, re.MULTILINE)
     for each in (name, *(f"{name}.{member}" for member in re.findall(r"- (\w+)$", members, re.M)))
 }
-# These change the process for good, or need a library and a launcher: tests/integrations.
+# tests/integrations tests these: they change the whole process, or need a library and a launcher.
 LAUNCHED = ("tritonddp.replace_stock", "tritonddp.integrations.")
 NAMES = sorted(name for name in DOCUMENTED if not name.startswith(LAUNCHED))
-# How an example uses what it does not call by its name.
+# Names that an example uses without spelling them.
 USED_AS = {"forward": "model(inputs)", "join_hook": "model.join()"}
 
 
 def examples(name: str) -> list[str]:
-    """The examples in the docstring of what has this name."""
+    """The examples in the docstring of the object with this name."""
     first, _, rest = name.partition(".")
-    try:  # what the package has by this name, which may be that of a module too
+    try:  # an attribute of the package may have the name of a module, too
         obj: Any = attrgetter(rest)(importlib.import_module(first))
     except AttributeError:
         obj = pkgutil.resolve_name(name)
@@ -134,33 +131,12 @@ def net() -> nn.Module:
     return module
 
 
-def step(ddp: nn.Module, number: int) -> list[Tensor]:
-    ddp.zero_grad()
-    ddp(drawn(5, 4, step=number, rank=0)).pow(2).mean().backward()
-    return [param.grad.clone() for param in ddp.parameters()]
-
-
-@pytest.mark.parametrize("copies", [False, True], ids=["itself", "a deep copy"])
-@ranks(2)
-def test_a_user_may_set_any_attribute_and_training_goes_on(copies: bool) -> None:
-    ddp, plain = (DistributedDataParallel(net(), metrics=True) for _ in range(2))
-    for name in TAKEN:
-        setattr(ddp, name, {"set by": "the user"})
-    ddp = copy.deepcopy(ddp) if copies else ddp
-    for number in range(3):
-        with ddp.no_sync(), plain.no_sync():
-            step(ddp, 10 + number)
-            step(plain, 10 + number)
-        assert_same_bits(step(ddp, number), step(plain, number))
-    assert all(getattr(ddp, name) == {"set by": "the user"} for name in TAKEN)
-
-
 @ranks(1)
 def test_a_subclass_that_hands_on_to_the_module_finds_what_is_the_modules() -> None:
     module, names = net(), {*TAKEN} - ADDED - {"device"}
     for name in names:
         setattr(module, name, object())
     ddp = forwarding(DistributedDataParallel)(module)
-    step(ddp, 0)
+    ddp(drawn(5, 4)).pow(2).mean().backward()
     for name in names:
         assert getattr(ddp, name) is getattr(module, name), name

@@ -1,7 +1,7 @@
-"""Each Python snippet of the pages runs as it is printed: with a wrapper, and in place.
+"""Each Python snippet of the pages runs unchanged: with a wrapper, and in place.
 
-A snippet that wraps is played again with ``replicate`` in the place of the class. Where a page
-has ``...``, all ranks wait for each other.
+A snippet that wraps a module runs again with ``replicate`` in place of the class. At ``...``, the
+ranks wait for each other.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ OF_A_GPU = ", device_ids=[local_rank]"
 
 
 def snippets() -> dict[str, str]:
-    """By page and line."""
+    """The snippets by page and line."""
     return {
         f"{page.name}:{page.read_text().count(chr(10), 0, match.start()) + 1}": match[1]
         for page in PAGES
@@ -38,7 +38,7 @@ def snippets() -> dict[str, str]:
 
 
 def is_script(code: str) -> bool:
-    """It changes the whole process."""
+    """Whether the snippet changes the whole process."""
     code = code.replace('# dist.init_process_group("gloo")', "")
     return "init_process_group(" in code or "replace_stock()" in code
 
@@ -51,7 +51,7 @@ class Net(nn.Sequential):
 
 
 def names(code: str, makes: Any, folder: Path) -> dict[str, Any]:
-    """The names that a page assumes; ``makes`` wraps the model, unless ``code`` does."""
+    """The names that a page assumes. ``makes`` wraps the model, unless ``code`` does."""
     module = Net(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     wraps = re.search(r"\b(DDP|DistributedDataParallel|replicate)\(", code)
     model = module if wraps else makes(module, metrics=True)

@@ -3,7 +3,7 @@
     python tests/project/tests_of.py tritonddp/reducer/autograd_driver.py:120
     make tests-of AT=tritonddp/reducer/autograd_driver.py:120         REFRESH=1 measures first
 
-prints them, sorted. For a ``def`` or ``class`` it prints the tests that run anything in it.
+prints these tests, sorted. For a ``def`` or ``class``, it prints the tests that run any line of it.
 """
 
 import argparse
@@ -17,7 +17,7 @@ _REFRESH = "make tests-of REFRESH=1 measures (half an hour, or longer on a busy 
 
 
 def lines_of(path: Path, line: int) -> range:
-    """The innermost statement at this line, or its head; for a ``def`` its body."""
+    """The lines of the innermost statement at this line; for a ``def``, of its body."""
     found = range(line, line + 1)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0):
@@ -31,7 +31,7 @@ def lines_of(path: Path, line: int) -> range:
 
 
 def reaching(path: Path, line: int, folder: Path = FOLDER) -> list[str]:
-    """The names of the tests, sorted. Code that runs during an import belongs to no test."""
+    """The names of the tests, sorted, except for code that runs during an import."""
     from coverage import CoverageData
 
     data = CoverageData(str(folder / "data"))

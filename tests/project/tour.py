@@ -1,6 +1,6 @@
-"""Runs examples/tour.ipynb, and saves it with the outputs of its cells: ``make notebook``.
+"""Run examples/tour.ipynb, and save it with the outputs of its cells: ``make notebook``.
 
-A hash in the saved notebook names the cells that made its outputs.
+The saved notebook contains a hash of the cells that produced its outputs.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ _SECONDS_A_CELL = 300
 
 
 def read() -> Any:
-    """The notebook in the repository; an error if it is not valid."""
-    notebook = nbformat.read(TOUR, as_version=4)
-    nbformat.validate(notebook)
-    return notebook
+    """Read the notebook of the repository."""
+    return nbformat.read(TOUR, as_version=4)
 
 
 def code_cells(notebook: Any) -> list[Any]:
@@ -40,9 +38,9 @@ def run(notebook: Any, folder: Path) -> None:
     """Run all cells in a kernel of this interpreter, in ``folder``.
 
     Raises:
-        CellExecutionError: a cell has failed; the error has its code and the traceback.
+        CellExecutionError: a cell failed.
     """
-    # A kernel keeps its history and connections there, not with those of the user.
+    # The kernel keeps its history and connections there, apart from those of the user.
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "TMPDIR"):
         (folder / name.lower()).mkdir()
         os.environ[name] = str(folder / name.lower())
@@ -56,7 +54,7 @@ def run(notebook: Any, folder: Path) -> None:
         record_timing=False,
     ).execute()
     notebook.metadata[HASH] = hash_of_cells(notebook)
-    notebook.metadata["language_info"] = {"name": "python"}  # of no particular version
+    notebook.metadata["language_info"] = {"name": "python"}  # without a version
 
 
 def main() -> None:
@@ -64,7 +62,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tritonddp-tour-") as folder:
         run(notebook, Path(folder))
     nbformat.write(notebook, TOUR)
-    print(f"{TOUR}: {len(code_cells(notebook))} cells were run, and saved with their outputs")
+    print(f"{TOUR}: ran {len(code_cells(notebook))} cells, and saved their outputs")
 
 
 if __name__ == "__main__":

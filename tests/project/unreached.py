@@ -3,8 +3,8 @@
     python tests/project/unreached.py [arguments of pytest]     or: make coverage
 
 runs the tests under coverage.py, in all processes that they start (half an hour). It prints the
-lines that no test has executed and :data:`UNREACHED` does not name, and the entries that tests do
-reach. An entry names a function, whose lines may change; ``test_unreached.py`` checks the names.
+lines that no test executed and that are not in :data:`UNREACHED`, and the entries that tests
+execute. An entry names a function; ``test_unreached.py`` checks the names.
 """
 
 import sys
@@ -25,11 +25,11 @@ ENGINE = (
 )
 LIGHTNING = "needs lightning; make test-clients"
 GUARD = "a guard: no way is known to get there"
-NOTHING = "a part of a buffer, or of a message, that holds nothing at all"
+NOTHING = "an empty part of a buffer or of a message"
 ALL = inf  # statements of a function
-DISAGREE = "ranks that disagree just there; tests/differential and tests/faults do not hit it"
+DISAGREE = "ranks that disagree exactly there; tests/differential and tests/faults do not"
 
-# By file and function: how many of its statements tests may leave out at most, and the reason.
+# By file and function: the largest number of its statements that no test executes, and the reason.
 UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
     "_torch.py": {
         "put_into_context": (ALL, ENGINE),
@@ -49,13 +49,13 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
         )
     },
     "buckets/grad_storage/grad_storage.py": {
-        "GradStorage.pack": (1, "what torch raises for want of memory, for example: it goes on"),
+        "GradStorage.pack": (1, "an error of torch that is raised again, such as out of memory"),
     },
     "comm/grad_bucket.py": {"buffer_of": (1, "the hook of a lazy bucket: " + GUARD)},
     "comm/reduction.py": {
         "Reduction._launch_nan": (
             4,
-            "a skipped bucket that a broken backward had yet to pass; a rank that is gone there",
+            "a skipped bucket that a failed backward did not reach; a rank that ends there",
         ),
         "Reduction._exchange_rows": (7, "a connection that breaks among these rows"),
     },
@@ -70,6 +70,7 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
         "_device_index": (ALL, GPU),
     },
     "coordination/processes.py": {"_scope": (2, "a system without /proc, as macOS is")},
+    "diagnostics/hang.py": {"watch": (3, "no further thread can be started")},
     "wrapper.py": {"DistributedDataParallel._pre_forward": (3, GPU)},
     "features/join.py": {"JoinProtocol._agree": (1, DISAGREE)},
     "features/rpc_contexts.py": dict.fromkeys(
@@ -93,12 +94,12 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
     "kernels/quantized/reduce_parts.py": {"_prepare": (1, NOTHING)},
     "reducer/graph/participation.py": {
         "accumulating_nodes": (1, GUARD),
-        "will_engine_execute": (1, "what else torch may raise; it goes on"),
+        "will_engine_execute": (1, "any other error of torch, which is raised again"),
     },
     "reducer/graph/readiness.py": {
         "ReadyTracker._hook_end.gradient_is_final": (
             1,
-            "the wrapper is dropped in the midst of a backward",
+            "the wrapper is deleted during a backward",
         )
     },
     "reducer/graph/backward.py": {"Backward.has_failed": (2, GPU)},
@@ -116,7 +117,7 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
 
 
 def missing_of(name: str, numbers: Iterable[int]) -> dict[str, list[int]]:
-    """These lines by the function that they belong to, the first of each statement."""
+    """The first line of each statement with one of these lines, by function."""
     wanted = set(numbers)
     return {
         function: lines
@@ -126,7 +127,7 @@ def missing_of(name: str, numbers: Iterable[int]) -> dict[str, list[int]]:
 
 
 def compare(missing: dict[str, list[int]]) -> int:
-    """Print what is missing and not named, and what is named and not missing; how much that is."""
+    """Print unlisted missing lines and listed functions without any; return their number."""
     differences = 0
     for name in sorted({*missing, *UNREACHED}):
         lines = (PACKAGE / name).read_text().splitlines()

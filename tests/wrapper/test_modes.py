@@ -1,4 +1,7 @@
-"""Wrapping or a first forward in a mode of torch has no effect on later steps."""
+"""Wrapping in a mode of torch has no effect on later steps.
+
+``tests/differential/actions/modes.py`` covers forwards in modes.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -7,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_on_all_ranks, ranks
+from distributed import ranks
 from modules import normed
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from training import assert_close, assert_gradients_alike, default_dtype, drawn, gradients
-from versions import HAS_FAKE_COLLECTIVES
 
 from tritonddp import DistributedDataParallel
 
@@ -34,12 +35,6 @@ OF_WRAPPING: dict[str, Callable[[], Any]] = {
     "device": lambda: torch.device("meta"),
     "default device": lambda: default_device("meta"),
 }
-OF_FORWARDS: dict[str, Callable[[], Any]] = {
-    **OF_WRAPPING,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-}
-if HAS_FAKE_COLLECTIVES:
-    OF_FORWARDS["fake"] = lambda: FakeTensorMode(allow_non_fake_inputs=True)
 OPTIONS: dict[str, dict[str, Any]] = {
     "memory": {},
     "process group": {"transport": "process_group"},
@@ -48,7 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Net(nn.Module):
-    """Two buffers that a forward changes, and gradients that are large and small."""
+    """A module with buffers that a forward changes, and with large and small gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,38 +57,18 @@ class Net(nn.Module):
         return self.layers(x)
 
 
-def train(ddp: Any, steps: int = 4) -> list[Any]:
+def train(ddp: Any) -> list[Any]:
     """Gradients and buffers of each step. Each rank changes a buffer, which rank 0 overwrites."""
     found = []
-    for number in range(steps):
+    for number in range(4):
         ddp.zero_grad()
-        if number:  # as in stock, not in the first forward after one without gradients
-            ddp.module.count.add_(dist.get_rank())
+        ddp.module.count.add_(dist.get_rank())
         ddp(drawn(6, 8, step=number)).square().sum().backward()
         found += [*gradients(ddp), *(each.clone() for each in ddp.module.buffers())]
         with torch.no_grad():
             for param in ddp.parameters():
                 param -= 0.01 * param.grad
     return found
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-@ranks(2)
-def test_a_forward_in_a_mode_has_no_effect_on_later_steps(option: str) -> None:
-    wanted = train(DistributedDataParallel(Net(), **OPTIONS[option]))
-    for mode, context in OF_FORWARDS.items():
-        for steps in (0, 2):  # with the initial buckets, and with rebuilt ones
-            ddp = DistributedDataParallel(Net(), **OPTIONS[option])
-            train(ddp, steps)
-            ddp.eval()
-            x = drawn(6, 8)
-            with context(), contextlib.suppress(Exception):  # the outputs do not matter
-                ddp(x)
-            ddp.train()
-            found = train(ddp)
-            if not steps:
-                assert_close(found, wanted, mode)
-            assert_same_on_all_ranks(list(ddp.parameters()), f"{mode}, after {steps} steps")
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -109,10 +84,9 @@ def test_wrapping_in_a_mode_has_no_effect(option: str) -> None:
 
 @ranks(2)
 def test_a_default_device_is_not_the_device_of_the_wrappers_tensors() -> None:
-    """As in scripts that call ``torch.set_default_device("cuda")``. "meta" has no values."""
+    """As in scripts that call ``torch.set_default_device("cuda")``."""
     for options in (
         *OPTIONS.values(),
-        {"check_finite": "raise"},
         {"compression": "int8", "transport": "process_group", "metrics": True},
     ):
         ddp = DistributedDataParallel(normed(40, 40), **options)

@@ -15,17 +15,17 @@ from tritonddp import DistributedDataParallel
 
 
 def train(cls: Any, mesh: Any, by_hand: bool) -> list[Tensor]:
-    """More steps than it takes until what the module does not hold leaves its bucket."""
+    """Train for enough steps that parameters outside of the module would leave their buckets."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Linear(4, 4))
     plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
-    if by_hand:  # as before torch's class took a mesh; and no layer keeps its parameters
+    if by_hand:  # without ``device_mesh``, and no layer keeps its parameters
         parallelize_module(model, mesh["tp"], {"3": ColwiseParallel()})
         _pre_dp_module_transform(model)
     given = {"process_group": mesh["dp"].get_group()} if by_hand else {"device_mesh": mesh["dp"]}
     ddp = cls(model, **given)
-    params = list(ddp.parameters())  # the module holds none from the first forward on
+    params = list(ddp.parameters())  # the module has none after the first forward
     optimizer = torch.optim.SGD(params, lr=0.1)
     grads = []
     for step in range(10):

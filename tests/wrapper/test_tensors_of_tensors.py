@@ -1,6 +1,7 @@
-"""Frozen parameters of tensor subclasses that consist of other tensors: quantized weights."""
+"""Frozen parameters of tensor subclasses with inner tensors, such as quantized weights."""
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tritonddp.coordination import verify
 
 
 class Opaque(Tensor):
-    """Eight bits and a scale, which only its own layer knows."""
+    """Eight bits and a scale, without ``__tensor_flatten__``."""
 
     @staticmethod
     def __new__(cls, bits: Tensor, scale: Tensor) -> Any:
@@ -40,21 +41,11 @@ class Flat(Opaque):
         return ["bits", "scale"], None
 
 
-class Nested(Flat):
-    """Its scale is quantized once more."""
-
-    def plain(self) -> Tensor:
-        return self.bits.float() * self.scale.plain()
-
-
 class Net(nn.Module):
     def __init__(self, kind: type) -> None:
         super().__init__()
         bits = torch.randint(-8, 8, (4, 4), dtype=torch.int8)
-        scale = torch.rand(1)
-        if kind is Nested:
-            scale = Flat(torch.randint(1, 8, (1,), dtype=torch.int8), scale)
-        self.weight = nn.Parameter(kind(bits, scale), requires_grad=False)
+        self.weight = nn.Parameter(kind(bits, torch.rand(1)), requires_grad=False)
         self.lora = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,26 +57,17 @@ def net(kind: type, seed: int) -> Net:
     return Net(kind)
 
 
-WAYS = {
-    "wrapped": wrap,
-    "in place": tritonddp.replicate,
-    "mixed precision": lambda module: wrap(
-        module, mixed_precision=_MixedPrecision(torch.bfloat16, torch.float32)
-    ),
-}
-
-
 def train(ddp: nn.Module, module: Net) -> None:
     for step in range(3):
         train_step(ddp, drawn(3, 4, step=step))
         assert_same_on_all_ranks([module.lora.weight.grad])
 
 
-@pytest.mark.parametrize("kind", [Flat, Nested])
 @ranks(2)
-def test_the_inner_tensors_are_sent_and_compared(rank: int, kind: type) -> None:
-    for way in WAYS.values():
-        module = net(kind, seed=rank)
+def test_the_inner_tensors_are_sent_and_compared(rank: int) -> None:
+    mixed = _MixedPrecision(torch.bfloat16, torch.float32)
+    for way in (tritonddp.replicate, partial(wrap, mixed_precision=mixed)):
+        module = net(Flat, seed=rank)
         ddp = way(module)
         assert_same_on_all_ranks([module.weight.plain()])
         train(ddp, module)
@@ -96,18 +78,10 @@ def test_the_inner_tensors_are_sent_and_compared(rank: int, kind: type) -> None:
 
 
 @ranks(2)
-def test_an_inner_tensor_of_another_shape_is_named(rank: int) -> None:
-    module = net(Flat, 0)
-    module.weight.scale = torch.ones(1 + rank)
-    with pytest.raises(RuntimeError, match=r"'weight\.scale'.*\(1,\).*\(2,\)"):
-        wrap(module)
-
-
-@ranks(2)
 def test_an_opaque_tensor_stays_rank_local_and_the_log_names_it_once(rank: int) -> None:
     verify._left_alone.clear()
     with logged(logging.WARNING) as kept:
-        for way in WAYS.values():
+        for way in (wrap, tritonddp.replicate):
             module = net(Opaque, seed=rank)
             own = module.weight.plain()
             ddp = way(module)
