@@ -59,6 +59,17 @@ def test_the_interval_and_the_verdict_are_seldom_wrong(
     assert errors <= most_errors
 
 
+@pytest.mark.parametrize("pairs", [2, 4, 8])
+def test_the_interval_of_one_launch_with_few_blocks_is_seldom_wrong(pairs: int) -> None:
+    generator = random.Random(0)
+
+    def seconds() -> list[float]:
+        return [math.exp(generator.gauss(0, 0.05)) for _ in range(pairs)]
+
+    found = [Ratio.over([Launch.of(seconds(), seconds())]) for _ in range(1000)]
+    assert sum(not each.low <= 1 <= each.high for each in found) <= 21
+
+
 FASTER = "ours's steps take 0.830 of stock's time (99 %: 0.800 to 0.860): faster by 17 %."
 SAME = (
     "no significant difference in step time (ratio 1.003, 99 %: 0.985 to 1.021; "
