@@ -52,6 +52,7 @@ DENSE: list[Case] = [
 for run in (flatten, reference.flatten):
     DENSE += [
         (r"2 slots, but got 1", lambda flat, run=run: run(flat, [ONES], [True], 1.0, HEADERS)),
+        (r"got 3 flags", lambda flat, run=run: run(flat, [ONES] * 2, [True] * 3, 1.0, HEADERS)),
         (r"2 headers, but got 3", lambda flat, run=run: run(flat, [ONES] * 2, USED, 1.0, bytes(3))),
         (r"header 1 .* is 256", lambda flat, run=run: run(flat, [ONES] * 2, USED, 1.0, [0, 256])),
     ]
