@@ -1,4 +1,4 @@
-"""How much of the host a step takes on a GPU: calls of the package, and of torch and C by it."""
+"""The calls of a step on a GPU: functions of the package, and functions that they call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tritonddp import DistributedDataParallel
 
 
 class _Scaled(torch.autograd.Function):
-    """``x * vector``; the gradient of ``vector`` lies in ``memory``."""
+    """``x * vector``, with the gradient of ``vector`` in ``memory``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, vector: Tensor, memory: Tensor) -> Tensor:
@@ -24,12 +24,12 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         vector, memory = *ctx.saved_tensors, ctx.memory
-        own = torch.empty(0, device=grad.device).set_(memory)  # nobody else holds it
+        own = torch.empty(0, device=grad.device).set_(memory)  # not referenced elsewhere
         return grad * vector, own.copy_(grad), None
 
 
 class Moving(Vectors):
-    """Gradients lie where they lay so many steps before."""
+    """Gradients have the same addresses as ``period`` steps before."""
 
     def __init__(self, count: int, size: int, period: int) -> None:
         super().__init__(count, size)
@@ -51,10 +51,10 @@ class Moving(Vectors):
 def step_calls(
     count: int, buckets: int, moves: bool = False, size: int = 64, **options: Any
 ) -> Calls:
-    """What a steady step of ``count`` parameters in so many buckets calls.
+    """The calls of a steady step of ``count`` parameters in ``buckets`` buckets.
 
     Args:
-        moves: gradients lie elsewhere than in the steps before.
+        moves: gradients have other addresses than in the previous steps.
     """
     cap = size * 4 * count / buckets / 2**20
     with recording() as recorder:

@@ -29,7 +29,6 @@ needs_quiet_gloo = _needs(HAS_QUIET_GLOO, "torch 2.11, whose gloo prints nothing
 needs_hook_chains = _needs(TRITON >= (3, 5), "Triton 3.5: chains of launch hooks")
 HAS_FAKE_COLLECTIVES = TORCH >= (2, 11)  # a broadcast fails under FakeTensorMode until then
 COLLECTS_LIVE_STORAGES = TORCH < (2, 10)
-HAS_AMD_CODE = TRITON >= (3, 6)  # 3.4 has no linker for AMD, 3.5 joins stores
 
 
 def without_gloo(printed: str) -> str:

@@ -6,7 +6,6 @@ process need. Prints a JSON list of variants.
 
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -27,40 +26,22 @@ from tritonddp.kernels.launch import OPTIONS, Launcher
 from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 from tritonddp.kernels.quantized.code import INT8
 
-SPELLING = {tl.float16: "fp16", tl.bfloat16: "bf16", tl.float32: "fp32", tl.float64: "fp64"}
-ALL_PAIRS = [(grad, wire) for grad in SPELLING for wire in SPELLING]
-SOME_PAIRS = [
-    (tl.float32, tl.float32),
-    (tl.float32, tl.bfloat16),
-    (tl.bfloat16, tl.bfloat16),
-    (tl.bfloat16, tl.float32),
-    (tl.float16, tl.float16),
-    (tl.float64, tl.float64),
+DTYPES = {tl.float16: "fp16", tl.bfloat16: "bf16", tl.float32: "fp32", tl.float64: "fp64"}
+# Of gradients and flat buffers. FULL has all variants.
+FULL = "sm_90"
+ALL_PAIRS = [*itertools.product(DTYPES, DTYPES)]
+USUAL_PAIRS = [(dtype, dtype) for dtype in DTYPES]
+USUAL_PAIRS += [(tl.float32, tl.bfloat16), (tl.bfloat16, tl.float32)]
+# For the kernels that quantize: dtype of gradients, whether they are aligned, error feedback.
+USUAL_GRADIENTS = [(tl.float32, True, True), (tl.bfloat16, False, True)]
+ALL_GRADIENTS = [
+    *((dtype, True, True) for dtype in (tl.float16, tl.bfloat16, tl.float32)),
+    *((dtype, False, True) for dtype in (tl.float16, tl.bfloat16, tl.float32)),
+    *((dtype, True, False) for dtype in (tl.float32, tl.bfloat16)),
 ]
-TARGETS = {
-    "sm_80": (GPUTarget("cuda", 80, 32), SOME_PAIRS),
-    "sm_90": (GPUTarget("cuda", 90, 32), ALL_PAIRS),
-    "sm_100": (GPUTarget("cuda", 100, 32), SOME_PAIRS),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), SOME_PAIRS),
-}
-# For the kernels that quantize: gradients, whether they are aligned, error feedback.
-GRADIENTS = {
-    "sm_80": [(tl.float32, True, True), (tl.bfloat16, False, True)],
-    "sm_90": [
-        *((dtype, True, True) for dtype in (tl.float16, tl.bfloat16, tl.float32)),
-        *((dtype, False, True) for dtype in (tl.float16, tl.bfloat16, tl.float32)),
-        *((dtype, True, False) for dtype in (tl.float32, tl.bfloat16)),
-    ],
-    "sm_100": [(tl.float32, True, True), (tl.bfloat16, True, True)],
-    "gfx942": [(tl.float32, True, True), (tl.bfloat16, False, True)],
-}
 # For the kernel that sums: number of ranks, error feedback.
-SUMS = {
-    "sm_80": [(8, True)],
-    "sm_90": [*((ranks, True) for ranks in (1, 3, 8, 64)), (8, False)],
-    "sm_100": [(8, True)],
-    "gfx942": [(1, True), (8, True)],
-}
+USUAL_SUMS = [(8, True)]
+ALL_SUMS = [*((ranks, True) for ranks in (1, 3, 8, 64)), (8, False)]
 # Pointers that need not be divisible by 16.
 ANYWHERE = ("factor", "headers")
 TABLES = {"chunks": "*i64", "dynamic": "*i64"}
@@ -72,15 +53,12 @@ class Variant(NamedTuple):
     facts: dict[str, Any]  # by which test_aot.py chooses it
     launcher: Launcher
     pointers: dict[str, Any]  # the types of all arguments that are neither integers nor constants
-    constexprs: dict[str, Any]  # the constants
+    constexprs: dict[str, Any]
     num_warps: int = WARPS
 
-    def compile(self, target: GPUTarget) -> Any:
+    def compile(self, architecture: str) -> Any:
         """Compile as ``Launcher`` does: integers unspecialized, base pointers divisible by 16."""
         kernel = self.launcher.kernel
-        divisible = [["tt.divisibility", 16]]
-        if target.backend == "hip":  # a storage below 2 GiB, as nearly every bucket is
-            divisible = [*divisible, ["tt.pointer_range", 32]]
         names = kernel.arg_names
         pointers = {k: v for k, v in self.pointers.items() if k not in self.constexprs}
         constexprs = dict.fromkeys(self.constexprs, "constexpr")
@@ -89,16 +67,18 @@ class Variant(NamedTuple):
             signature={name: (pointers | constexprs).get(name, "i32") for name in names},
             constexprs={(names.index(k),): v for k, v in self.constexprs.items()},
             attrs={
-                (names.index(name),): divisible
+                (names.index(name),): [["tt.divisibility", 16]]
                 for name, kind in pointers.items()
                 if kind[0] == "*" and name not in ANYWHERE
             },
         )
+        target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
         options = {"num_warps": self.num_warps, **OPTIONS}
         return triton.compile(source, target=target, options=options)
 
 
-def nvidia_facts(compiled) -> dict:
+def facts_of(compiled: Any) -> dict[str, Any]:
+    """The registers of a thread, and the widths in bytes of its loads and stores."""
     ptx = compiled.asm["ptx"]
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
@@ -110,7 +90,7 @@ def nvidia_facts(compiled) -> dict:
     numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
 
     def widths(operation: str) -> list[int]:
-        # For example st.global.v4.b32, or ld.global.nc.L1::evict_first.v2.b64; whatever qualifiers.
+        # For example st.global.v4.b32, or ld.global.nc.L1::evict_first.v2.b64.
         found = []
         for line in re.findall(rf"\b{operation}\.global\S*", ptx):
             vector, bits = re.search(r"(?:\.v(\d))?\.[busf](\d+)$", line).groups()
@@ -123,41 +103,17 @@ def nvidia_facts(compiled) -> dict:
         "loads": widths("ld"),
         "stores": widths("st"),
         "fused": len(re.findall(r"\bfma\.\S*f32\b", ptx)),
+        "rearranges": compiled.asm["ttgir"].count("convert_layout"),
     }
 
 
-def amd_facts(compiled) -> dict:
-    code = compiled.asm["amdgcn"]
-    bytes_of = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4}
-
-    def number(name: str) -> int:
-        return int(re.search(rf"\.{name}:\s+(\d+)", code).group(1))
-
-    def widths(operation: str) -> list[int]:
-        names = re.findall(rf"\b(?:global|buffer|flat)_{operation}_(\w+)", code)
-        return [
-            bytes_of.get(name) or (1 if "byte" in name else 2)
-            for name in names
-            if "lds" not in name
-        ]
-
-    return {
-        "registers": number("vgpr_count"),
-        "spilled": number("vgpr_spill_count")
-        + number("sgpr_spill_count")
-        + number("private_segment_fixed_size"),
-        "loads": widths("load"),
-        "stores": widths("store"),
-    }
-
-
-def copying(architecture: str) -> Iterator[Variant]:
-    """Variants of the kernels that flatten and unflatten."""
-    for grad, wire in TARGETS[architecture][1]:
-        pointers = {**TABLES, "bucket": f"*{SPELLING[wire]}"}
+def copying(is_full: bool) -> Iterator[Variant]:
+    """The kernels that flatten and unflatten."""
+    for grad, wire in ALL_PAIRS if is_full else USUAL_PAIRS:
+        pointers = {**TABLES, "bucket": f"*{DTYPES[wire]}"}
         compute = tl.float64 if tl.float64 in (grad, wire) else tl.float32
         common = {"COMPUTE": compute, "BLOCK": BLOCK, "EMULATE": False}
-        facts = {"copies": True, "grad": SPELLING[grad], "wire": SPELLING[wire]}
+        facts = {"copies": True, "grad": DTYPES[grad], "wire": DTYPES[wire]}
         for aligned in (True, False):
             yield Variant(
                 {**facts, "kernel": "flatten", "aligned": aligned, "in_place": False},
@@ -168,7 +124,7 @@ def copying(architecture: str) -> Iterator[Variant]:
         for aligned, in_place, joint in itertools.product((True, False), repeat=3):
             if in_place and not (aligned and grad is wire):
                 continue
-            if joint and (grad, wire) not in SOME_PAIRS:
+            if joint and (grad, wire) not in USUAL_PAIRS:
                 continue
             constexprs = {**common, "TARGET": grad, "WIRE": wire, "ALIGNED": aligned}
             constexprs |= {"IN_PLACE": in_place}
@@ -183,25 +139,25 @@ def copying(architecture: str) -> Iterator[Variant]:
             )
 
 
-def writing_addresses(architecture: str) -> Iterator[Variant]:
+def writing_addresses(is_full: bool) -> Iterator[Variant]:
     for size in device_tables._SIZES:
         pointers = {"dynamic": "*i64", "addresses": ("i64",) * size}
         facts = {"kernel": "addresses", "size": size}
         yield Variant(facts, device_tables._launch, pointers, {}, num_warps=1)
 
 
-def quantizing(architecture: str) -> Iterator[Variant]:
+def quantizing(is_full: bool) -> Iterator[Variant]:
     code = dict(zip(("LIMIT", "CODE", "WRITE", "READ"), INT8.constexprs, strict=True))
     common = {"BLOCK": BLOCK, **code}
-    for dtype, aligned, feedback in GRADIENTS[architecture]:
+    for dtype, aligned, feedback in ALL_GRADIENTS if is_full else USUAL_GRADIENTS:
         sums = {"FLAG_BLOCK": FLAG_BLOCK, "FEEDBACK": feedback}
         shared = {**common, "ALIGNED": aligned, "EMULATE": False}
-        facts = {"grad": SPELLING[dtype], "aligned": aligned, "feedback": feedback}
+        facts = {"grad": DTYPES[dtype], "aligned": aligned, "feedback": feedback}
         # Shares are aligned parts of a flat buffer, which has one of these dtypes.
         may_share = feedback and aligned and dtype in (tl.float32, tl.bfloat16)
         for share in (False, True) if may_share else (False,):
             yield Variant(
-                {**facts, "kernel": "quantize", "share": share},
+                {**facts, "kernel": "quantize"},
                 quantize._launch,
                 {**TABLES, "message": "*u8", "residuals": "*fp32"},
                 {**shared, **sums, "SHARE": share, "SOURCE": dtype},
@@ -213,7 +169,7 @@ def quantizing(architecture: str) -> Iterator[Variant]:
                 {**TABLES, "message": "*u8", "flags": "*fp32", "factor": "*fp64"},
                 {**shared, "TARGET": dtype},
             )
-    for ranks, feedback in SUMS[architecture]:
+    for ranks, feedback in ALL_SUMS if is_full else USUAL_SUMS:
         yield Variant(
             {"kernel": "reduce_parts", "ranks": ranks, "feedback": feedback},
             reduce_parts._launch,
@@ -222,21 +178,11 @@ def quantizing(architecture: str) -> Iterator[Variant]:
         )
 
 
-def main() -> None:
+if __name__ == "__main__":
     found = []
     for architecture in sys.argv[1:]:
-        target, _ = TARGETS[architecture]
-        for variants in (copying, writing_addresses, quantizing):
-            for variant in variants(architecture):
-                compiled = variant.compile(target)
-                facts = (nvidia_facts if target.backend == "cuda" else amd_facts)(compiled)
-                rearranges = compiled.asm["ttgir"].count("convert_layout")
-                facts |= {"architecture": architecture, "rearranges": rearranges}
-                found.append({**variant.facts, **facts})
+        for kind in (copying, writing_addresses, quantizing):
+            for variant in kind(architecture == FULL):
+                facts = facts_of(variant.compile(architecture))
+                found.append({**variant.facts, **facts, "architecture": architecture})
     json.dump(found, sys.stdout)
-
-
-if __name__ == "__main__":
-    if os.environ.get("TRITON_INTERPRET"):
-        sys.exit("unset TRITON_INTERPRET: the interpreter compiles nothing")
-    main()

@@ -1,10 +1,9 @@
-"""Launch a kernel by a driver that does nothing, and print what Triton has asked of the driver.
+"""Launch a kernel with a driver that does nothing, and print what Triton asks of the driver.
 
 A script, for the same reason as compile_kernels.py. Prints a JSON list.
 
-Triton compiles for an architecture without a GPU. Functions that do nothing replace those in C that
-launch and that ask the driver. Tensors are on the CPU. The time of a real driver (some 5 us for a
-launch) is not measured.
+Triton compiles for an architecture without a GPU. Functions that do nothing replace the C functions
+that launch and that query the driver. Tensors are on the CPU.
 """
 
 import contextlib
@@ -12,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,12 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
 from tritonddp import _torch
-from tritonddp.kernels import flatten, unflatten
+from tritonddp.kernels import flatten
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 from tritonddp.kernels.launch import OPTIONS
 
 ENTER, EXIT = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-_ZERO = int  # a function in C that takes no argument
+_ZERO = int  # a function in C without arguments
 _PROPERTIES = {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
 
 
@@ -45,7 +44,7 @@ def faked_driver(launch: Callable[..., Any]) -> Iterator[None]:
     driver = SimpleNamespace(
         utils=utils,
         launcher_cls=nvidia.CudaLauncher,
-        # As torch's are, one in Python and one in C.
+        # torch has the first in Python and the second in C.
         get_current_device=torch.cuda.current_device,
         get_current_stream=abs,
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
@@ -53,7 +52,7 @@ def faked_driver(launch: Callable[..., Any]) -> Iterator[None]:
     )
     patches = {
         "annotate_arguments": lambda signature: list(signature),
-        # Up to Triton 3.6 each kernel has a launcher in C of its own.
+        # Up to Triton 3.6 each kernel has its own launcher in C.
         "library_dirs": list,
         "compile_module_from_src": lambda **_: SimpleNamespace(launch=launch),
     }
@@ -64,114 +63,57 @@ def faked_driver(launch: Callable[..., Any]) -> Iterator[None]:
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
         stack.enter_context(mock.patch.object(torch.cuda, "_initialized", True))
         stack.enter_context(mock.patch.object(torch._C, "_cuda_getDevice", _ZERO, create=True))
-        # Where CUDA is built in, the same function.
         stack.enter_context(mock.patch.object(_torch, "current_device", _ZERO))
         yield
-
-
-def counted(function: Callable[[], Any]) -> int:
-    """Number of functions that the third of three calls runs, in Python and in C."""
-    count = 0
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    for _ in range(2):
-        function()
-    sys.setprofile(note)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count - 1  # without setprofile itself
-
-
-def steady() -> tuple[FlatBuffer, dict[str, Callable[[], Any]]]:
-    """A bucket whose launches are prepared, and the calls of a step."""
-    shapes, strides = [[64, 64]] * 15, [(64, 1)] * 15
-    layout = Layout.of(shapes, strides, 16, 3)
-    flat = FlatBuffer(layout, torch.float32, torch.device("cpu"))
-    grads, used = [torch.ones(64, 64) for _ in shapes], [True] * 15
-    functions = {
-        "flatten": partial(flatten.flatten, flat, grads, used, 0.5, bytes(3)),
-        "unflatten": partial(unflatten.unflatten, flat, grads),
-    }
-    for function in functions.values():
-        function()
-        function()
-    flat.tables.device_index = 0  # as for tensors on the current GPU
-    return flat, functions
 
 
 def main() -> None:
     asked: list[tuple[Any, ...]] = []
 
     def launch(*arguments: Any) -> None:
-        """As Triton's in C, which calls the hooks with the argument before them."""
+        """As in Triton's launcher in C: call the hooks with the argument before them."""
         asked.append(arguments)
-        place = next((at for at, each in enumerate(arguments) if each is hooks[0]), None)
+        place = next((at for at, each in enumerate(arguments) if each is ENTER), None)
         if place is not None:
             metadata, enter, leave = arguments[place - 1 : place + 2]
-            for hook in (enter, leave):
-                if hook is not None:
-                    hook(metadata)
+            enter(metadata)
+            leave(metadata)
 
-    hooks = [ENTER, EXIT]
     facts: dict[str, Any] = {}
     with faked_driver(launch=launch):
-        flat, functions = steady()
+        layout = Layout.of([(64, 64)], [(64, 1)], 16)
+        flat = FlatBuffer(layout, torch.float32, torch.device("cpu"))
+        flatten.flatten(flat, [torch.ones(64, 64)], [True], 0.5)
         tables, launches = flat.tables, flat.tables.launches
         prepared = next(
             found for key, found in launches.items() if flatten._launch in (key, key[0])
         )
-
-        def compiled() -> Any:
-            """The kernel that flattens ``flat``."""
-            tensors = tables.chunks, tables.dynamic, flat.data
-            options = {"grid": (1, 1, 1), "num_warps": tables.num_warps, **OPTIONS}
-            return flatten._launch.kernel.warmup(*tensors, *prepared.args[3:], **options)
-
-        def by_triton() -> Callable[[], None]:
-            """The same launch through Triton's own functions."""
-            return partial(compiled()[tables.num_chunks + 1, 1, 1], *prepared.args)
+        tensors = tables.chunks, tables.dynamic, flat.data
+        options = {"grid": (1, 1, 1), "num_warps": tables.num_warps, **OPTIONS}
+        kernel = flatten._launch.kernel.warmup(*tensors, *prepared.args[3:], **options)
+        by_triton = partial(kernel[tables.num_chunks + 1, 1, 1], *prepared.args)
 
         def compare() -> list[list[str]]:
-            """The types of the arguments of our launch that differ from those of Triton's."""
+            """The types of the arguments of our launch that differ from Triton's arguments."""
             asked.clear()
             prepared()
-            by_triton()()
+            by_triton()
             ours, theirs = ([*_flat(arguments)] for arguments in asked)
             pairs = zip(ours, theirs, strict=True)
             return [[type(a).__name__, type(b).__name__] for a, b in pairs if a is not b and a != b]
 
         facts["unhooked"] = compare()
-        seen: list[Any] = []
         for name, chain in (("enter", ENTER), ("exit", EXIT)):
-            note = lambda metadata, name=name: seen.append([name, metadata.get()["name"]])  # noqa: E731
+            seen: list[str] = []
+            note = lambda metadata, seen=seen: seen.append(metadata.get()["name"])  # noqa: E731
             chain.add(note)
-            seen.clear()
             prepared()
-            facts[name] = list(seen)
-            facts[f"{name}, arguments"] = compare()
             chain.remove(note)
-            seen.clear()
             prepared()
-            facts[f"{name}, removed"] = list(seen)
-        facts["again"] = compare()
-        for name, other in (("function", lambda _: None), ("none", None)):
-            knobs.runtime.launch_enter_hook = hooks[0] = other
-            facts[name] = compare()
-            knobs.runtime.launch_enter_hook = hooks[0] = ENTER
-        kernel = compiled()
-        raw = partial(kernel.run, 1, 1, 1, 0, kernel.function, b"", None, None, None)
-        facts["compiled once"] = kernel is compiled()
-        facts["calls"] = {
-            "run": counted(raw),
-            "prepared": counted(prepared),
-            "by triton": counted(by_triton()),
-            **{name: counted(function) for name, function in functions.items()},
-        }
+            facts[name] = seen
+        knobs.runtime.launch_enter_hook = lambda _: None
+        facts["function"] = compare()
+        knobs.runtime.launch_enter_hook = ENTER
     json.dump([facts], sys.stdout)
 
 

@@ -1,4 +1,4 @@
-"""A wrapper that torch.compile traces as a whole: networks, backends, and a step beside its means.
+"""A wrapper that torch.compile traces as one graph: networks, backends, steps and their means.
 
 with one_graph(Layers) as net:
     for number in range(3):
@@ -25,8 +25,8 @@ from torch._dynamo.utils import clear_compilation_metrics, counters
 from tritonddp import DistributedDataParallel
 from tritonddp.compiled.gradients import GraphGradients
 
-WIDTH = 128  # 64 KiB a layer
-SMALL = {"bucket_cap_mb": 0.05}  # a bucket a layer
+WIDTH = 128  # 64 KiB per layer
+SMALL = {"bucket_cap_mb": 0.05}  # a bucket per layer
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 LOOSE = {"rtol": 2e-2, "atol": 2e-3}
 
@@ -55,13 +55,13 @@ class Conv(nn.Module):
 
 
 class Branches(nn.Module):
-    """Another layer on each rank, and one that nobody uses."""
+    """Each rank uses another layer, and no rank uses the last one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.own = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.nobodys = nn.Linear(5, 5)
+        self.unused = nn.Linear(5, 5)
         self.unreached = nn.Parameter(torch.ones(WIDTH))
         self.rank = dist.get_rank()
 
@@ -70,22 +70,16 @@ class Branches(nn.Module):
         return x + (self.unreached * 2).detach()
 
 
-NETS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": Layers,
-    "conv": Conv,
-    "unused": Branches,
-}
+NETS: dict[str, Callable[[], nn.Module]] = {"mlp": Layers, "conv": Conv, "unused": Branches}
 OPTIONS: dict[str, dict[str, Any]] = {
     "views": {"gradient_as_bucket_view": True},
-    "bf16": {"reduce_dtype": torch.bfloat16},
     "int8": {"compression": "int8"},
-    "measured": {"metrics": True},
     "finite": {"check_finite": "raise"},
 }
 
 
 class Backend:
-    """Compiles by ``name``; keeps the forward graphs of dynamo, and AOT's backward graphs."""
+    """Compiles with the backend ``name``; keeps dynamo's forward and AOT's backward graphs."""
 
     def __init__(self, name: str = "aot_eager") -> None:
         self.graphs: list[Any] = []
@@ -114,7 +108,7 @@ def fresh_dynamo(**settings: Any) -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
     clear_compilation_metrics()
-    # torch keeps graphs on disk, also those that this package had put its operators in before.
+    # torch caches graphs on disk, also graphs with operators of earlier versions of this package.
     cacheless = torch._functorch.config.patch(enable_autograd_cache=False)
     with torch._dynamo.config.patch(**settings), cacheless:
         yield
@@ -123,9 +117,9 @@ def fresh_dynamo(**settings: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[tuple[int, int]]]:
-    """Context: of each reduction, segments packed before autograd had their gradients; and all.
+    """Context: for each reduction, the segments packed while the graph runs, and all segments.
 
-    Without those of the last bucket, which always waits for the end.
+    The segments of the last bucket do not count: they always wait for the end.
     """
     left: list[tuple[int, int]] = []
     ends = GraphGradients.on_compute_end
@@ -141,7 +135,7 @@ def watched() -> Iterator[list[tuple[int, int]]]:
 
 
 def batch(number: int, rank: int | None = None) -> Tensor:
-    """Of this rank, if it is left out."""
+    """The inputs of ``rank``, by default this rank."""
     rank = dist.get_rank() if rank is None else rank
     generator = torch.Generator().manual_seed(100 * number + rank)
     return torch.randn(4, WIDTH, generator=generator)
@@ -162,7 +156,7 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 def means(
     module: nn.Module, *numbers: int, of: Callable[[int, int], Tensor] = batch
 ) -> dict[str, Tensor]:
-    """Gradients of these steps together by a copy that plays all ranks, not compiled."""
+    """The means of the accumulated gradients of these steps, from one process in eager mode."""
     alone, place = copy.deepcopy(module), next(module.parameters()).device
     for number in numbers:
         for rank in range(dist.get_world_size()):
@@ -181,33 +175,33 @@ class Net:
     """A wrapper as one graph."""
 
     def __init__(self, ddp: nn.Module, backend: Any = "aot_eager", **settings: Any) -> None:
-        self.ddp: Any = ddp  # the wrapper, and call what is compiled of it
-        self.module: Any = copy.deepcopy(ddp.module)  # a copy of what was wrapped
+        self.ddp: Any = ddp
+        self.module: Any = copy.deepcopy(ddp.module)  # a copy of the wrapped module
         self.call = torch.compile(ddp, backend=backend, fullgraph=True, **settings)
 
     @property
     def penalty(self) -> Tensor:
-        """A loss of a weight that does not go through the forward."""
+        """A loss that uses a weight outside the forward."""
         return self.ddp.module.layers[1].weight.square().sum()
 
     def loss(self, number: int, set_to_none: bool = True) -> Tensor:
-        """Of this rank in a step, whose gradients are the first, or are there already."""
+        """The loss of this rank in a step."""
         self.ddp.zero_grad(set_to_none)
         return loss_of(self.call(batch(number).to(self.ddp.device)))
 
     def step(self, number: int, set_to_none: bool = True) -> None:
         self.loss(number, set_to_none).backward()
 
-    def assert_means(self, *numbers: int, penalised: float = 0.0, **tolerance: float) -> None:
-        """Of these steps together, and of the penalty on this share of the ranks."""
+    def assert_means(self, *numbers: int, penalized: float = 0.0, **tolerance: float) -> None:
+        """Compare with the means of these steps, and of the penalty on this share of the ranks."""
         expected = means(self.module, *numbers)
-        if penalised:
+        if penalized:
             weight = self.module.layers[1].weight.detach()
-            expected["layers.1.weight"] += 2 * penalised * weight
+            expected["layers.1.weight"] += 2 * penalized * weight
         self.assert_gradients(expected, **tolerance)
 
     def assert_gradients(self, expected: dict[str, Tensor], **tolerance: float) -> None:
-        """These, alike on all ranks."""
+        """The gradients are these, and identical on all ranks."""
         found = gradients(self.ddp)
         torch.testing.assert_close(found, expected, **(tolerance or CLOSE))
         assert_same_on_all_ranks(list(found.values()))
@@ -220,7 +214,7 @@ def one_graph(
     place: Any = "cpu",
     **options: Any,
 ) -> Iterator[Net]:
-    """Context: a wrapped network as one graph, a bucket a layer; no other was compiled before."""
+    """Context: a wrapped network as one graph, with a bucket per layer, in a new dynamo."""
     with fresh_dynamo():
         yield Net(DistributedDataParallel(seeded(net).to(place), **{**SMALL, **options}), backend)
 
@@ -232,7 +226,7 @@ def train(
     loose: bool = False,
     **options: Any,
 ) -> tuple[DistributedDataParallel, list[tuple[int, int]]]:
-    """Some steps, each compared, on one forward graph and one backward graph."""
+    """Run steps on one forward graph and one backward graph, and compare each of them."""
     with one_graph(net, backend, **options) as compiled, watched() as left:
         for number in range(steps):
             compiled.step(number)
@@ -244,6 +238,6 @@ def train(
 
 
 def assert_all_left(left: list[tuple[int, int]]) -> None:
-    """Buckets leave while the graph runs; the first backward only looks at the order."""
+    """Buckets are sent while the graph runs. The first backward only finds the order."""
     assert left[0][0] == 0
     assert all(gone == of for gone, of in left[1:]), left

@@ -1,5 +1,6 @@
-"""Gradients of a wrapper that is one graph: accumulated, hooked, penalised, weighted."""
+"""Gradients of a wrapper that is one graph: accumulated, hooked, penalized, weighted."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,52 +9,73 @@ import torch.distributed as dist
 from distributed import gather, ranks
 from one_graph import (
     OPTIONS,
-    SMALL,
-    Layers,
+    Net,
     batch,
-    fresh_dynamo,
     gradients,
     loss_of,
     one_graph,
-    seeded,
     watched,
 )
+from torch import Tensor
 from training import raises_if
 
-from tritonddp import DistributedDataParallel
+
+def accumulated(net: Net, number: int) -> None:
+    with net.ddp.no_sync():
+        net.step(number)
+    loss_of(net.call(batch(number + 1))).backward()
+    net.assert_means(number, number + 1)
 
 
+def both(ddp: Any, first: Tensor, second: Tensor) -> Tensor:
+    return loss_of(ddp(first)) + loss_of(ddp(second))
+
+
+def of_two_forwards_in_one_graph(net: Net, number: int) -> None:
+    net.ddp.zero_grad()
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
+    compiled(net.ddp, batch(number), batch(number + 1)).backward()
+    net.assert_means(number, number + 1)
+
+
+def finalized_manually(net: Net, number: int) -> None:
+    """At the end of the first backward, and in a hook of the others."""
+    net.ddp.zero_grad()
+    net.ddp.require_manual_backward_finalization = True
+    inputs = batch(number).requires_grad_()
+    if number:
+        inputs.register_hook(lambda _: net.ddp.finalize_backward())
+    loss_of(net.call(inputs * 1)).backward()
+    if not number:
+        net.ddp.finalize_backward()
+    net.assert_means(number)
+
+
+def penalized(net: Net, number: int) -> None:
+    (net.loss(number) + net.penalty).backward()
+    net.assert_means(number, penalized=1)
+
+
+@pytest.mark.parametrize(
+    "step", [accumulated, of_two_forwards_in_one_graph, finalized_manually, penalized]
+)
 @ranks(2, timeout=300)
-def test_what_was_accumulated_is_reduced_with_the_next() -> None:
-    with one_graph() as net, watched() as left:
-        for number in range(0, 8, 2):
-            net.ddp.zero_grad(set_to_none=number != 4)
-            with net.ddp.no_sync():
-                loss_of(net.call(batch(number))).backward()
-            loss_of(net.call(batch(number + 1))).backward()
-            net.assert_means(number, number + 1)
-    assert all(gone == 0 for gone, _ in left)
-
-
-@ranks(2, timeout=300)
-def test_parameters_that_the_loss_uses_too_wait_for_the_end() -> None:
+def test_these_gradients_are_sent_at_the_end_of_the_backward(
+    step: Callable[[Net, int], None],
+) -> None:
     with one_graph() as net, watched() as left:
         for number in range(4):
-            (net.loss(number) + net.penalty).backward()
-            net.assert_means(number, penalised=1)
-    assert all(0 < gone < of for gone, of in left[1:]), left
+            step(net, number)
+    # The penalty uses one parameter, which delays its bucket only.
+    assert all(0 < gone < of if step is penalized else gone == 0 for gone, of in left[1:]), left
 
 
-@pytest.mark.parametrize("option", ["views", "hook", "finite"])
+@pytest.mark.parametrize("option", ["views", "finite"])
 @ranks(2, timeout=300)
-def test_a_penalty_that_comes_later_is_an_error_once_and_no_rank_takes_the_step(
+def test_a_penalty_in_a_later_step_is_an_error_once_and_no_rank_takes_the_step(
     option: str,
 ) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    with one_graph(**OPTIONS.get(option, {})) as net:
-        if option == "hook":
-            net.ddp.register_comm_hook(None, allreduce_hook)
+    with one_graph(**OPTIONS[option]) as net:
         is_first = dist.get_rank() == 0
         for number in range(8):
             loss = net.loss(number)
@@ -61,7 +83,7 @@ def test_a_penalty_that_comes_later_is_an_error_once_and_no_rank_takes_the_step(
                 loss = loss + net.penalty
             if number != 4:
                 loss.backward()
-                net.assert_means(number, penalised=0.5 * (number > 4))
+                net.assert_means(number, penalized=0.5 * (number > 4))
                 continue
             error: Any = raises_if(is_first, RuntimeError, r"rank 0, step 5: .*layers\.1\.weight")
             if option == "finite":
@@ -73,22 +95,7 @@ def test_a_penalty_that_comes_later_is_an_error_once_and_no_rank_takes_the_step(
 
 
 @ranks(2, timeout=300)
-def test_a_hook_behind_all_parameters_may_finalize_the_backward() -> None:
-    with one_graph() as net:
-        net.ddp.require_manual_backward_finalization = True
-        for number in range(5):
-            net.ddp.zero_grad()
-            inputs = batch(number).requires_grad_()
-            if number:  # in the first backward only at its end
-                inputs.register_hook(lambda _: net.ddp.finalize_backward())
-            loss_of(net.call(inputs * 1)).backward()
-            if not number:
-                net.ddp.finalize_backward()
-            net.assert_means(number)
-
-
-@ranks(2, timeout=300)
-def test_a_hook_that_looks_at_gradients_for_one_step_holds_up_that_step_only() -> None:
+def test_buckets_of_parameters_with_hooks_are_sent_at_the_end_of_that_step_only() -> None:
     kept: list[Any] = []
     with one_graph() as net, watched() as left:
         for number in range(5):
@@ -125,16 +132,3 @@ def test_weighted_means() -> None:
             loss_of(net.module(batch(number))).backward()
             one, two = gather(gradients(net.module))
             net.assert_gradients({name: (one[name] + 2 * two[name]) / 3 for name in one})
-
-
-@ranks(2, timeout=300)
-def test_two_forwards_in_one_graph() -> None:
-    with fresh_dynamo():
-        net, twin = (DistributedDataParallel(seeded(Layers), **SMALL) for _ in range(2))
-        twice = torch.compile(lambda x: net(net(x)), backend="aot_eager", fullgraph=True)
-        for number in range(3):
-            net.zero_grad()
-            twin.zero_grad()
-            loss_of(twice(batch(number))).backward()
-            loss_of(twin(twin(batch(number)))).backward()
-            torch.testing.assert_close(gradients(net), gradients(twin))

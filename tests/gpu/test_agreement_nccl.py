@@ -1,6 +1,6 @@
 """Headers over NCCL: ranks that disagree, and gradients that are not finite.
 
-On a GPU the host does not wait for the headers in the backward. It reads them at the next forward.
+On a GPU the host does not wait for the headers in the backward. It reads them in the next forward.
 """
 
 from __future__ import annotations

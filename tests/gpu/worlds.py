@@ -1,12 +1,12 @@
-"""Run a test in several worlds: a backend, a number of ranks and the device of their tensors.
+"""Run a test in several worlds: a number of ranks on the CPU, on GPUs or on the recorded device.
 
     @in_worlds(CPU, *CARDS)
     def test_something(device: torch.device) -> None:
         ...  # runs on every rank of each world
 
-Tests that need a GPU are marked ``gpu``. Without one, the world on the CPU checks the test itself,
-and the world on the recorded device (see ``tests/recording``) runs its lines for a GPU and checks
-their order. With ``TRITONDDP_REHEARSE=1`` the worlds of NCCL are on the recorded device, too.
+Tests that need a GPU are marked ``gpu``. Without a GPU, the world on the CPU checks the test, and
+the world on the recorded device (see ``tests/recording``) runs the lines for a GPU and checks their
+order. With ``TRITONDDP_REHEARSE=1`` all worlds of NCCL are on the recorded device.
 
 The ranks of a world and their communicator are kept for the next test, until a test fails.
 """
@@ -36,89 +36,67 @@ TIMEOUT = 30.0
 class World:
     """Where a test runs."""
 
-    name: str  # part of the name of the test, by which reports count
-    backend: str  # of the process group
+    name: str  # part of the name of the test; reports count by it
     size: int  # number of ranks
-    device_type: str  # of the tensors; ranks take turns on the devices
-    is_recorded: bool = False  # gloo and the CPU replace NCCL and the GPU
+    place: str  # "cpu" with gloo, "cuda" with NCCL, or "recorded"
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
-        if self.device_type == "cpu":
+        if self.place == "cpu":
             return []
         return [pytest.mark.long if self in RECORDED.values() else pytest.mark.gpu]
 
     def refusal(self) -> str | None:
-        """Why nothing can run in this world here; ``None`` if tests can."""
-        if self.device_type == "cpu" or self.is_recorded:
+        """Why tests cannot run in this world here; ``None`` if they can."""
+        if self.place != "cuda":
             return None
         if not torch.cuda.is_available():
             return "torch sees no CUDA device"
-        if self.backend == "nccl" and not dist.is_nccl_available():
+        if not dist.is_nccl_available():
             return "this build of torch has no NCCL"
         if self.size > 2 and torch.cuda.device_count() < self.size:
             return f"there are fewer than {self.size} GPUs"
-        if self.backend == "nccl":
-            return one_card.refusal() if self.size > 1 else None
-        return _refusal_of_gloo(self)
+        return one_card.refusal() if self.size > 1 else None
 
     def run(self, name: tuple[str, str], arguments: dict[str, Any]) -> None:
         """Run the body of the test ``(module, function)`` on every rank."""
         why = self.refusal() or _hung.get(self)
         if why is not None:
             pytest.skip(f"{self.name}: {why}")
+        is_recorded = self.place == "recorded"
         try:
             run_ranks(
-                _call_on_recorded_device if self.is_recorded else _call_on_device,
+                _call_on_recorded_device if is_recorded else _call_on_device,
                 self.size,
                 name,
                 arguments,
-                self.device_type,
-                timeout=TIMEOUT * (4 if self.is_recorded else 1),  # kernels are interpreted
-                backend="gloo" if self.is_recorded else self.backend,
+                self.place,
+                timeout=TIMEOUT * (4 if is_recorded else 1),  # kernels are interpreted
+                backend="nccl" if self.place == "cuda" else "gloo",
                 keeps_group=True,
-                interprets=self.is_recorded,
+                interprets=is_recorded,
             )
         except pytest.fail.Exception as failure:
-            is_on_gpu = self.device_type == "cuda" and not self.is_recorded
-            if is_on_gpu and RAN_TOO_LONG in str(failure):
+            if self.place == "cuda" and RAN_TOO_LONG in str(failure):
                 # Later tests would probably hang, too, and the time of a machine with a GPU is
                 # short. The failure of this test is reported.
                 _hung[self] = f"{name[1]} hung before"
             raise
 
 
-CPU = World("gloo-cpu", "gloo", 2, "cpu")
-NCCL_1 = World("nccl-1-rank", "nccl", 1, "cuda", is_recorded=REHEARSES)
-NCCL_2 = World("nccl-2-ranks", "nccl", 2, "cuda", is_recorded=REHEARSES)
-# Needs a GPU for each rank.
-NCCL_4 = World("nccl-4-ranks", "nccl", 4, "cuda", is_recorded=REHEARSES)
-# gloo copies CUDA tensors to the host, so two ranks can share a GPU, also if NCCL refuses.
-GLOO_2 = World("gloo-2-ranks", "gloo", 2, "cuda")
+_CARD = "recorded" if REHEARSES else "cuda"
+CPU = World("gloo-cpu", 2, "cpu")
+NCCL_1 = World("nccl-1-rank", 1, _CARD)
+NCCL_2 = World("nccl-2-ranks", 2, _CARD)
+NCCL_4 = World("nccl-4-ranks", 4, _CARD)  # needs a GPU for each rank
 CARDS = (NCCL_1, NCCL_2)
-# Outside of a rehearsal, tests of several ranks over NCCL also run in these worlds.
+# Without a rehearsal, tests of several ranks over NCCL also run in these worlds.
 RECORDED = {
-    NCCL_2: World("recorded-2-ranks", "nccl", 2, "cuda", is_recorded=True),
-    NCCL_4: World("recorded-4-ranks", "nccl", 4, "cuda", is_recorded=True),
+    NCCL_2: World("recorded-2-ranks", 2, "recorded"),
+    NCCL_4: World("recorded-4-ranks", 4, "recorded"),
 }
 
 _hung: dict[World, str] = {}
-
-
-@functools.cache
-def _refusal_of_gloo(world: World) -> str | None:
-    """Not every build of torch has gloo for CUDA tensors."""
-    try:
-        run_ranks(_all_reduce_on_a_card, world.size, timeout=TIMEOUT)
-    except pytest.fail.Exception as failure:
-        return str(failure).strip().splitlines()[-1]
-    return None
-
-
-def _all_reduce_on_a_card() -> None:
-    values = torch.ones(3, device="cuda")
-    dist.all_reduce(values)
-    assert values.tolist() == [2, 2, 2]
 
 
 def in_worlds(*worlds: World) -> Callable[[Any], Any]:
@@ -146,12 +124,12 @@ def in_worlds(*worlds: World) -> Callable[[Any], Any]:
     return decorate
 
 
+VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+
+
 def everywhere(test: Any) -> Any:
     """Decorator: with copies and with views of buckets, on the CPU and on GPUs."""
     return VIEW(in_worlds(CPU, *CARDS)(test))
-
-
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 
 
 def _call_on_device(name: tuple[str, str], arguments: dict[str, Any], device_type: str) -> None:
@@ -164,6 +142,13 @@ def _call_on_device(name: tuple[str, str], arguments: dict[str, Any], device_typ
         torch.cuda.synchronize()  # an error of the device must fail this test, not the next one
 
 
+def _call_on_recorded_device(name: tuple[str, str], arguments: dict[str, Any], _: str) -> None:
+    from recording.programs import sound
+
+    with sound():
+        call_body(name, {**arguments, "device": torch.device("cuda", 0)})
+
+
 def is_recorded(device: torch.device) -> bool:
     """Whether the body of a test runs on the recorded device."""
     return device.type == "cuda" and torch.cuda.get_device_properties(device).name == "recorded"
@@ -172,10 +157,3 @@ def is_recorded(device: torch.device) -> bool:
 def device_of_stock(device: torch.device) -> torch.device:
     """The device of stock DDP in the same test: the recorded device does not see its C++ code."""
     return torch.device("cpu") if is_recorded(device) else device
-
-
-def _call_on_recorded_device(name: tuple[str, str], arguments: dict[str, Any], _: str) -> None:
-    from recording.programs import sound
-
-    with sound():
-        call_body(name, {**arguments, "device": torch.device("cuda", 0)})

@@ -1,6 +1,6 @@
 """Gradients and flat buffers inside poisoned memory, and bitwise comparison.
 
-Only this finds a kernel that writes one element too many: neither the interpreter nor a GPU checks
+The poison shows when a kernel writes one element too many: neither the interpreter nor a GPU checks
 bounds within an allocation.
 """
 
@@ -73,7 +73,7 @@ def dense(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[tup
     return tuple(shape), tuple(strides)
 
 
-# Sizes next to those of a 16-wide tail and of a chunk, and the layouts of real parameters.
+# Sizes close to those of a 16-wide tail and of a chunk, and the layouts of real parameters.
 SLOTS = [
     *[dense([numel]) for numel in (0, 1, 15, 16, 17, 1000, 1024, 1025, 5000)],
     dense([]),
@@ -110,7 +110,7 @@ def embedded_gradients(
     aligned: bool = True,
     device: str = "cpu",
 ) -> tuple[list[Tensor], list[Arena]]:
-    """One gradient per slot, each filled with :func:`values` in an arena of its own."""
+    """One gradient per slot, each filled with :func:`values`, in its own arena."""
     grads, arenas = [], []
     for seed, (shape, stride) in enumerate(slots):
         arena = Arena(math.prod(shape), dtype, aligned, device)
@@ -123,7 +123,7 @@ def embedded_gradients(
 def embedded_flat(
     slots: Sequence[tuple[tuple, tuple]], wire: torch.dtype, device: str = "cpu", headers: int = 0
 ) -> tuple[FlatBuffer, Arena]:
-    """A flat buffer filled with poison, gaps and trailer too, in an arena."""
+    """A flat buffer in an arena, filled with poison, including gaps and trailer."""
     shapes, strides = [shape for shape, _ in slots], [stride for _, stride in slots]
     layout = Layout.of(shapes, strides, 16, headers)
     arena = Arena(layout.numel, wire, device=device)
@@ -132,7 +132,7 @@ def embedded_flat(
 
 
 def assert_gaps_intact(flat: FlatBuffer) -> None:
-    """Nothing but slots, flags and headers was written."""
+    """Only slots, flags and headers were written."""
     layout, poison = flat.layout, POISON[flat.data.element_size()]
     gap = torch.ones(layout.numel, dtype=torch.bool)
     for offset, numel in zip(layout.offsets, layout.numels, strict=True):

@@ -1,4 +1,4 @@
-"""The ranks of a quantized reduction in one process, in poisoned memory. Collectives are copies."""
+"""The ranks of a quantized reduction in one process. Copies replace the collectives."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def quantized_buffers(
     is_direct: bool = False,
     code: BlockCode = INT8,
 ) -> list[QuantizedBuffer]:
-    """The buffer of each rank for gradients like these, with ``header`` bytes for each rank's."""
+    """The buffer of each rank for gradients like these, with headers of ``header`` bytes."""
     shapes, strides = [each.shape for each in like], [gradient_strides(each) for each in like]
     layout = Layout.of(shapes, strides, 1, header * world_size)
     message = MessageLayout(layout.numels, quantized, world_size, layout.headers, is_direct, code)
@@ -72,7 +72,7 @@ def all_reduce(
     scale: float = 1.0,
     kernels: Any = reference,
 ) -> list[list[Tensor]]:
-    """The sums of ``grads[rank][slot]`` that each rank gets."""
+    """The sums of ``grads[rank][slot]`` on each rank."""
     size, slots = len(flats), len(flats[0].layout.numels)
     for rank, flat in enumerate(flats):
         headers = bytearray(flat.layout.headers)
@@ -102,14 +102,14 @@ class Simulated:
     def __init__(
         self, named_params: Iterable[tuple[str, Tensor]], quantized: Collection[str], **options: Any
     ) -> None:
-        """``options`` are those of :func:`quantized_buffers`, ``world_size`` first of all."""
+        """``options`` are arguments of :func:`quantized_buffers`."""
         self._flats = [
             quantized_buffers([param], [name in quantized], **options)
             for name, param in named_params
         ]
 
     def means(self, grads: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-        """The mean of ``grads[rank]`` for each parameter; ``None`` where no rank has one."""
+        """The mean of ``grads[rank]`` for each parameter; ``None`` if no rank has a gradient."""
         means: list[Tensor | None] = []
         for flats, of_ranks in zip(self._flats, zip(*grads, strict=True), strict=True):
             used = [[each is not None] for each in of_ranks]
@@ -121,7 +121,7 @@ class Simulated:
 class Guarded:
     """The buffers of all ranks. Each tensor that kernels write to is between guards.
 
-    At first messages, with their padding, are poison, and residuals are zeros.
+    Initially messages and their padding are poison, and residuals are zeros.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Guarded:
 
 
 def assert_same_messages(actual: Tensor, expected: Tensor, flat: QuantizedBuffer) -> None:
-    """Every byte, also of the padding; all NaNs of scales and exact elements are equal."""
+    """Compare every byte, including padding. NaNs of scales and exact elements are equal."""
     for mine, twin in zip(flat._sections(actual), flat._sections(expected), strict=True):
         if mine.dtype is torch.float32:
             assert_same_bits(mine, twin, "scales or exact elements")

@@ -10,4 +10,4 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture
 def place() -> Place:
-    return Place("cpu")
+    return Place()

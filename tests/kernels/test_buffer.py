@@ -45,18 +45,6 @@ def test_the_sum_over_ranks_shows_which_rank_noted_which_slot(size, wire):
     assert ranks.tolist() == [rank != 1 for rank in range(size)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_views_are_at_their_offsets_in_memory_that_is_shared_with_others(dtype):
-    layout = Layout.of([(3,), (2, 2)], [(1,), (2, 1)], 16)
-    kind = ComplexBuffer if dtype.is_complex else FlatBuffer
-    nbytes = kind(layout, dtype, CPU).nbytes
-    memory = torch.zeros(256 + nbytes, dtype=torch.uint8)
-    flat = kind(layout, dtype, memory.device, memory[256:])
-    for slot, view in enumerate(flat.views):
-        start = 256 + layout.offsets[slot] * dtype.itemsize
-        assert view.data_ptr() == memory.data_ptr() + start
-
-
 def test_a_part_of_a_complex_buffer_is_the_same_memory():
     layout = Layout.of([(3,), (2, 2), (5,)], [(1,), (2, 1), (1,)], alignment=1)
     flat = ComplexBuffer(layout, torch.complex64, CPU)

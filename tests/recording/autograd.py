@@ -1,7 +1,7 @@
-"""The stream of each autograd node: that of its forward, after the nodes that give it gradients.
+"""Autograd nodes run on the stream of their forward, after the nodes that compute their inputs.
 
-An AccumulateGrad node has the stream that was current when it was made, and keeps it while anything
-holds the node. See ``Engine::evaluate_function`` and ``InputBuffer::add`` in torch.
+An AccumulateGrad node runs on the stream that was current when it was created. See
+``Engine::evaluate_function`` and ``InputBuffer::add`` in torch.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ class _Backward:
 
     caller: Timeline
     used: set[Timeline]  # the streams of its nodes
-    # For each node, the clocks of the nodes that give it gradients.
+    # For each node, the clocks of the nodes that compute its inputs.
     before: dict[Any, list[dict[Timeline, int]]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -39,7 +39,7 @@ class Streams:
         self._running: list[_Backward] = []
 
     def note(self, result: Any) -> None:
-        """The new nodes of ``result`` belong to the current stream."""
+        """Assign the new nodes of ``result`` to the current stream."""
         nodes = []
         for each in tensors_in(result):
             with contextlib.suppress(RuntimeError):  # a view that is not part of any graph
@@ -77,7 +77,7 @@ class Streams:
             self._recorder.races.append(f"{node.name()} of the default stream in a CUDA graph")
         for clock in running.before.pop(node, None) or [running.caller.clock]:
             stream.join(clock)
-        # The engine records the use of gradients that come from another stream.
+        # The engine records the use of gradients of other streams.
         self._device.guard([each for each in gradients if each is not None], stream)
         running.used.add(stream)
         self._recorder.current = stream
@@ -89,14 +89,14 @@ class Streams:
                 running.before[each].append(clock)
 
     def _end(self, running: _Backward) -> None:
-        """The stream of the caller waits for all others."""
+        """Let the stream of the caller wait for all other streams."""
         for stream in running.used:
             running.caller.join(stream.clock)
         self._recorder.current = running.caller
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
-        """Context: callbacks that the package queues for the end run on the caller's stream."""
+        """Context: callbacks that the package queues run at the end, on the caller's stream."""
         name = "queue_end_of_backward"
         modules = [each for key, each in sys.modules.items() if key.startswith("tritonddp")]
         with contextlib.ExitStack() as stack:

@@ -24,7 +24,7 @@ _CUDA = 1  # torch's number of the device type
 
 @contextlib.contextmanager
 def patched(recorder: Recorder) -> Iterator[None]:
-    """Context: ``torch.cuda`` has one device, that of ``recorder``."""
+    """Context: ``torch.cuda`` has one device, which ``recorder`` records."""
     numbers = itertools.count(1)
 
     class Stream:
@@ -93,7 +93,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
             recorder.host_waits(self.clock, "an event's synchronize", age)
 
         def query(self) -> bool:
-            """The device is at most some steps behind."""
+            """Events of earlier steps are complete."""
             if recorder.capturing:
                 recorder.races.append("an event is queried while a CUDA graph is captured")
             if recorder.steps - self.step < _FAR_BEHIND:
@@ -122,7 +122,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
 
     @contextlib.contextmanager
     def graph(captured: CUDAGraph, **_: Any) -> Iterator[None]:
-        """Captured work runs, because its results need memory; then memory is restored."""
+        """Run captured work, because its results need memory, and then restore all memory."""
         before = [
             (key, memory, ctypes.string_at(memory.address, memory.nbytes))
             for key, memory in recorder.live.items()
@@ -161,7 +161,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
         gcnArchName="",
         multi_processor_count=132,
         total_memory=2**33,
-        L2_cache_size=2**12,  # less than most inputs of benchmarks
+        L2_cache_size=2**12,  # smaller than most inputs of benchmarks
     )
     fakes = {
         "Stream": Stream,
@@ -179,7 +179,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
         "current_stream": lambda device=None: Stream(timeline=recorder.current),
         "default_stream": lambda device=None: Stream(timeline=recorder.default),
         "is_available": lambda: True,
-        "host_memory_stats": lambda: {"num_host_alloc": recorder.pinned_allocations},
+        "host_memory_stats": lambda: {"num_host_alloc": 0},
         "current_device": lambda: 0,
         "device_count": lambda: 1,
         "device": lambda device: contextlib.nullcontext(),
@@ -197,5 +197,5 @@ def patched(recorder: Recorder) -> Iterator[None]:
         for name, fake in raw.items():
             stack.enter_context(mock.patch.object(_torch, name, fake))
         stack.callback(_device._stream.cache_clear)
-        _device._stream.cache_clear()  # of the streams of another recorder, or of a GPU
+        _device._stream.cache_clear()  # streams of another recorder, or of a GPU
         yield

@@ -1,4 +1,4 @@
-"""Tensors on the CPU that say that they are on a GPU: see the package."""
+"""Tensors on the CPU that report that they are on a GPU."""
 
 import contextlib
 import gc
@@ -33,7 +33,7 @@ _SIZED_BY_CONTENT = (
     _aten.masked_select.default,
     _aten._unique2.default,
 )
-# They accept tensors of the host with those of a GPU, or use only their shapes.
+# They accept tensors of the host together with tensors of a GPU, or use only their shapes.
 _MIXED = ("aten::index", "aten::empty_like", "aten::zeros_like", "aten::ones_like")
 # They read and write no elements.
 _EMPTY = ("aten::empty", "aten::new_empty")
@@ -44,7 +44,7 @@ class Device:
     """The tensors of the device, and the accesses to them.
 
     Attributes:
-        place: of the tensors that are made now: "device", "host" or "pinned".
+        place: where tensors are created now: "device", "host" or "pinned".
     """
 
     def __init__(self, recorder: Recorder, everywhere: bool = False) -> None:
@@ -74,7 +74,7 @@ class Device:
         return memory is not None and not memory.is_pinned
 
     def take(self, tensor: Tensor, is_pinned: bool = False) -> Tensor:
-        """From now on, ``tensor`` is on the device, or pinned."""
+        """Declare that ``tensor`` is on the device, or pinned."""
         if tensor.layout is not torch.strided:
             for part in (tensor._indices(), tensor._values()):
                 self.take(part, is_pinned)
@@ -87,7 +87,7 @@ class Device:
         return tensor
 
     def touch(self, timeline: Timeline, tensor: Tensor, writes: bool, what: str) -> None:
-        """``timeline`` reads or writes ``tensor``."""
+        """Let ``timeline`` read or write ``tensor``."""
         if tensor.layout is not torch.strided:
             for part in (tensor._indices(), tensor._values()):
                 self.touch(timeline, part, writes, what)
@@ -99,7 +99,7 @@ class Device:
             self.recorder.touch(timeline, memory, first, end, writes, what)
 
     def guard(self, tensors: Sequence[Tensor], timeline: Timeline) -> None:
-        """Their memory is not reused before the present work of ``timeline``."""
+        """Do not reuse their memory before the queued work of ``timeline`` is complete."""
         with torch._C.DisableTorchFunction():
             for tensor in tensors:
                 is_sparse = tensor.layout is torch.sparse_coo
@@ -110,7 +110,7 @@ class Device:
     # Between host and device
 
     def copy(self, target: Tensor, source: Tensor, non_blocking: bool) -> None:
-        """The current stream runs ``target.copy_(source)`` between host and device."""
+        """Run ``target.copy_(source)`` between host and device on the current stream."""
         recorder, stream = self.recorder, self.recorder.current
         host = source if self.has(target) else target
         is_pinned = self.memory_of(host) is not None
@@ -125,7 +125,7 @@ class Device:
             recorder.hide(target)
 
     def read(self, tensor: Tensor, what: str) -> None:
-        """The host reads ``tensor``: it waits for the device, or should have waited."""
+        """Let the host read ``tensor``: it waits for the device, or should have waited."""
         recorder = self.recorder
         if self.has(tensor):
             recorder.run(recorder.current, "copy to the host")
@@ -181,7 +181,7 @@ class _Operations(TorchDispatchMode):
             for tensor in made:
                 if device.memory_of(tensor) is None:
                     device.take(tensor, place == "pinned")
-        if not runs_on_device:  # pinned memory is read and written at once
+        if not runs_on_device:  # the host reads or writes pinned memory
             recorder.host.step()
             self._touch(recorder.host, func, args, kwargs, made)
             return result
@@ -199,7 +199,7 @@ class _Operations(TorchDispatchMode):
     def _touch(
         self, timeline: Timeline, func: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]
     ) -> None:
-        """``timeline`` reads and writes the arguments, and writes the results."""
+        """Let ``timeline`` read and write the arguments, and write the results."""
         if func.name().startswith(_EMPTY):
             return
         accesses = []
@@ -211,10 +211,10 @@ class _Operations(TorchDispatchMode):
             self._device.touch(timeline, tensor, writes, func.name())
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Round operands without dimensions as CUDA does, and note which of them lose precision.
+        """Round zero-dimensional operands as CUDA does, and note which of them lose precision.
 
-        CUDA loads them in the dtype of the operands with dimensions, also in bf16. Only numbers and
-        tensors on the CPU keep their precision.
+        CUDA loads them in the dtype of the other operands, also in bf16. Only numbers and tensors
+        on the CPU keep their precision.
         """
         if torch.Tag.pointwise in func.tags or func.name().startswith("aten::_foreach_"):
             others = {
@@ -250,7 +250,7 @@ def _again(call: Callable[[], Any], made: list[Tensor]) -> None:
 
 
 class _Appearance(TorchFunctionMode):
-    """Tensors say that they are on the device, and factories make them there."""
+    """Tensors report that they are on the device, and factories create them there."""
 
     def __init__(self, device: Device, streams: autograd.Streams) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class _Appearance(TorchFunctionMode):
         return result
 
     def _place(self, kwargs: dict[str, Any]) -> str | None:
-        """Where the operation makes its result; its arguments are changed to the CPU."""
+        """Where the operation creates its result; its arguments are changed to the CPU."""
         place = None
         given = kwargs.get("device")
         if given is not None:
@@ -333,7 +333,7 @@ class _Appearance(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Context: the collector does not free the Python objects of live storages."""
+    """Context: the collector does not free the Python objects of storages that are in use."""
     gc.disable()
     try:
         yield
@@ -346,7 +346,7 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
     """Context: there is a GPU, ``cuda:0``, with NCCL, and its work is recorded.
 
     Args:
-        everywhere: all code outside the package makes its tensors on the device.
+        everywhere: all code outside the package creates its tensors on the device.
     """
     recorder = Recorder()
     device = Device(recorder, everywhere)
@@ -363,7 +363,7 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
         ):
             return run_backward(*args, **kwargs)
 
-    # Its frame must look like one of torch, where no caller is searched.
+    # Its frame must look like a frame of torch, where no caller is searched.
     as_torch = types.FunctionType(
         with_modes.__code__,
         {**globals(), "__name__": "torch.recorded"},

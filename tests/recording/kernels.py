@@ -1,8 +1,8 @@
 """The package's kernels on the recorded device.
 
-Tables, keys and launches are prepared as on a GPU. A launch reads the tables as they are on the
-device then, records accesses to the addresses in them, and does the work: the quantizing kernels in
-the interpreter, and flatten and unflatten here, which is 50 times as fast.
+Tables, keys and launches are prepared as on a GPU. A launch reads the tables on the device, records
+accesses to the addresses in them, and does the work. The quantizing kernels run in the interpreter.
+Flatten and unflatten are implemented here, which is 50 times as fast.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ _DTYPES = {triton: dtype for dtype, triton in flatten.TRITON_DTYPES.items()}
 
 
 class _Compiled:
-    """A kernel that is compiled for certain kinds of arguments, and equal to others for the same.
+    """A kernel that is compiled for certain kinds of arguments.
 
-    A launch may have the address of a tensor that was given, which is not kept alive.
+    A launch may have the address of a tensor instead of the tensor, which is not kept alive.
     """
 
     def __init__(self, kernel: Any, arguments: tuple[Any, ...], kind: tuple[Any, ...]) -> None:
@@ -89,7 +89,7 @@ class _Kernel:
 def _kind_of(parameter: inspect.Parameter, argument: Any) -> Any:
     """The property of an argument for which Triton compiles."""
     if isinstance(argument, Tensor):
-        # Not the alignment of a factor: see do_not_specialize_on_alignment of its kernels.
+        # Except the alignment of a factor: see do_not_specialize_on_alignment of its kernels.
         return argument.dtype, parameter.name == "factor" or argument.data_ptr() % 16 == 0
     if argument is None or "constexpr" in str(parameter.annotation):
         return argument
@@ -171,7 +171,7 @@ class Kernels:
             if in_place and factor == 1 and wide is torch.float32:
                 return
             rows = chunks.tolist()
-            if bucket is not None:  # the rows have numbers instead of addresses
+            if bucket is not None:  # the rows have slots instead of addresses
                 at, flags = bucket.data_ptr(), bucket.data_ptr() + flags_offset * wire.itemsize
                 rows = [
                     (
@@ -204,8 +204,8 @@ class Kernels:
         Args:
             launcher: of the kernel.
             what: its name.
-            reads: it reads this number of its first arguments.
-            writes: it writes this number of arguments after those.
+            reads: number of arguments that it reads; they are the first.
+            writes: number of arguments that it writes, after those that it reads.
             follows: "SOURCE" if it reads from the addresses of its table, "TARGET" if it writes.
         """
         kernel = launcher.kernel
@@ -235,7 +235,7 @@ def _narrow(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextlib.contextmanager
 def patched(device: Any) -> Iterator[None]:
-    """Context: the kernels of a GPU are those of the recorded device."""
+    """Context: the kernels of the recorded device replace the kernels of a GPU."""
     work = Kernels(device)
     launches = {
         device_tables: ("addresses", work.addresses),

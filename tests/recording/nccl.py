@@ -1,7 +1,7 @@
-"""Collectives of a GPU's tensors on a stream of the group, as by NCCL; gloo runs them at once.
+"""Collectives of tensors on the device, as with NCCL; gloo runs them immediately.
 
-A collective starts after the present work of the current stream. Waiting for its work makes the
-current stream wait, not the host. Its tensors are kept alive until then, as by torch.
+A collective runs on a stream of the group, after the queued work of the current stream. Waiting for
+it makes the current stream wait, not the host. Its tensors are kept alive until then, as in torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _with_communicator: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 class _Method:
-    """A method that does not look like a function in Python, as those of torch's own works."""
+    """A method that does not look like a Python function, as in torch's own works."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -46,7 +46,7 @@ class _Method:
 
 
 class RecordedFuture(torch.futures.Future):
-    """The future of a work: its callbacks run on a stream of their own, after the collective."""
+    """The future of a work: its callbacks run on another stream, after the collective."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class RecordedWork(dist.Work):
         return True
 
     def get_future(self) -> RecordedFuture:
-        # Code with a future need not wait for the work, so torch keeps the tensors until the device
-        # has finished.
+        # Code with a future need not wait for the work, so torch keeps the tensors until the
+        # collective is complete.
         self._future.hold(self._timeline)
         return self._future
 

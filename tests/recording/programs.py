@@ -17,31 +17,27 @@ from recording.device import recording
 from recording.recorder import Recorder
 from tritonddp import DistributedDataParallel
 
-# Until then buckets follow the order of gradients, and steps are measured for the logging data.
+# After these steps, buckets follow the order of gradients, and no step is measured for the logging
+# data.
 WARM_UP = 11
-# About 600 bytes: two buckets and more.
-CAP = 0.0006
+CAP = 0.0006  # MiB: at least two buckets
 
 
 class Net(nn.Module):
     """Some layers, one of which may be left out."""
 
     def __init__(
-        self,
-        sparse: bool = False,
-        batch_norm: bool = False,
-        wide: bool = False,
-        mixes: bool = False,
+        self, sparse: bool = False, norm: bool = False, wide: bool = False, mixes: bool = False
     ) -> None:
         super().__init__()
         self.first = nn.Linear(6, 8)
-        self.norm = nn.BatchNorm1d(8) if batch_norm else nn.Identity()
+        self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
         self.second = nn.Linear(8, 8)
         self.third = nn.Linear(8, 8)
         self.table = nn.Embedding(10, 8, sparse=True) if sparse else None
         mix = torch.randn(8, 8, dtype=torch.complex64)
         self.mix = nn.Parameter(mix) if mixes else None
-        # Large enough to be quantized.
+        # These layers are large enough to be quantized.
         self.wide = nn.Sequential(nn.Linear(8, 160), nn.Linear(160, 8)) if wide else nn.Identity()
         self.last = nn.Linear(8, 4)
 
@@ -63,12 +59,12 @@ def _nothing(net: Any, *inputs: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """What is wrapped, and what a step does in addition to a forward and a backward."""
+    """A wrapped module, and a training step."""
 
     options: dict[str, Any] = field(default_factory=dict)  # of the wrapper
     net: dict[str, Any] = field(default_factory=dict)  # arguments of Net
     prepare: Callable[[Any], object] = _nothing  # called once, with the wrapper
-    # Called with the wrapper: a context of a forward and a backward.
+    # Called with the wrapper: the context of the forward and the backward.
     around: Callable[[Any], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     before: Callable[[Any, Tensor], object] = _nothing  # in each step, with the inputs
     after: Callable[[Any], object] = _nothing  # in each step
@@ -104,12 +100,12 @@ def _with_hook(net: Any) -> None:
 
 
 def _frozen(net: Any, x: Tensor) -> None:
-    """Some steps later the layer is no longer in the buckets, which were those of the wrapping."""
+    """Freeze a layer; some steps later the buckets are rebuilt without it."""
     if net.reducer.counters.reductions == 2:
         net.module.third.requires_grad_(False)
 
 
-def _with_owners(net: Any) -> None:
+def _with_sharded_optimizer(net: Any) -> None:
     net.optimizer = tritonddp.ZeroRedundancyOptimizer(
         net.parameters(), torch.optim.SGD, lr=0.01, momentum=0.9
     )
@@ -127,18 +123,14 @@ PROGRAMS = {
     "views": Program(_VIEWS),
     "views, zeroed in place": Program(_VIEWS, keeps=True),
     "weights": Program(around=lambda net: net.weighted(3)),
-    "weights, views": Program(_VIEWS, around=lambda net: net.weighted(3)),
     "weights that change": Program(around=_with_other_weights),
     "unused parameters": Program(leaves_out=True),
-    "unused parameters, views": Program(_VIEWS, leaves_out=True),
     "no_sync": Program(before=_without_sync),
     "bf16 wire": Program({"reduce_dtype": torch.bfloat16}),
-    "bf16 wire, views": Program({"reduce_dtype": torch.bfloat16, **_VIEWS}),
     "int8": Program({"compression": "int8"}, {"wide": True}),
     "lazy buckets": Program({"lazy_bucket_allocation": True}),
     "communication hook": Program(prepare=_with_hook),
-    "communication hook, views": Program(_VIEWS, prepare=_with_hook),
-    "buffers": Program(net={"batch_norm": True}),
+    "buffers": Program(net={"norm": True}),
     "left-out buckets": Program({"skip_all_reduce_unused_params": True}, leaves_out=True),
     "frozen parameters": Program(before=_frozen),
     "check_finite": Program({"check_finite": "warn"}),
@@ -147,21 +139,13 @@ PROGRAMS = {
         before=_with_scalars,
         after=lambda net: net.reduced_scalars(),
     ),
-    "owners": Program(prepare=_with_owners, after=_stepped),
-    "owners, views": Program(_VIEWS, prepare=_with_owners, after=_stepped),
-    "owners, bf16 wire, unused parameters": Program(
-        {"reduce_dtype": torch.bfloat16}, prepare=_with_owners, leaves_out=True, after=_stepped
-    ),
+    "sharded optimizer": Program(prepare=_with_sharded_optimizer, after=_stepped),
     "sparse": Program(net={"sparse": True}),
     "complex": Program(net={"mixes": True}),
     "reduce_gradients": Program(
         around=lambda net: net.no_sync(), after=lambda net: net.reduce_gradients()
     ),
     "in place": Program(in_place=lambda net, x: net(x)),
-    "in place, views, buffers": Program(
-        _VIEWS, {"batch_norm": True}, in_place=lambda net, x: net(x)
-    ),
-    "in place, parts": Program(in_place=lambda net, x: net.last(net.second(net.first(x)))),
     "mixed precision": Program(
         {"mixed_precision": _MixedPrecision(torch.bfloat16, torch.bfloat16)}
     ),
@@ -176,12 +160,11 @@ class Run:
         program: Program,
         recorder: Recorder,
         place: str = "cuda",
-        module: nn.Module | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.program, self.recorder = program, recorder
         torch.manual_seed(0)
-        self.module = (module or Net(**program.net)).to(place)
+        self.module = Net(**program.net).to(place)
         wrap: Any = tritonddp.replicate if program.in_place else DistributedDataParallel
         options = {"bucket_cap_mb": CAP, "process_group": group, **program.options}
         self.net = tritonddp.ddp(wrap(self.module, **options))
@@ -207,7 +190,7 @@ class Run:
 
 @contextlib.contextmanager
 def sound() -> Iterator[Recorder]:
-    """Context: as :func:`recording`, and at its end the recorder must have found no race."""
+    """Context: :func:`recording`, at whose end the recorder must have found no race."""
     with recording() as recorder:
         yield recorder
         recorder.has_graph = False
@@ -218,12 +201,10 @@ def sound() -> Iterator[Recorder]:
 @contextlib.contextmanager
 def running(program: Program, steps: int = 0, is_on_side: bool = False) -> Iterator[Run]:
     """Context: a program after some steps, in :func:`sound`; all of it may be on a side stream."""
-    with sound() as recorder:
-        stream = torch.cuda.Stream() if is_on_side else None
-        with torch.cuda.stream(stream):
-            run = Run(program, recorder)
-            run.step(steps)
-            yield run
+    with sound() as recorder, torch.cuda.stream(torch.cuda.Stream() if is_on_side else None):
+        run = Run(program, recorder)
+        run.step(steps)
+        yield run
 
 
 @dataclass
@@ -235,20 +216,11 @@ class Played:
     gradients: list[Tensor]  # after the last step
 
 
-def play(program: Program, steps: int = WARM_UP + 2, elsewhere: bool = False) -> Played:
-    """Some steps of ``program`` on the recorded device.
-
-    Args:
-        elsewhere: the module is trained on another stream than that of the wrapping.
-    """
-    with contextlib.ExitStack() as stack:
-        recorder = stack.enter_context(recording())
+def play(program: Program, steps: int = WARM_UP + 2) -> Played:
+    """Some steps of ``program`` on the recorded device."""
+    with recording() as recorder:
         run = Run(program, recorder)
-        if elsewhere:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            stack.enter_context(torch.cuda.stream(side))
         run.step(steps)
         played = Played(recorder, len(run.net.reducer.buckets), run.gradients())
-        torch.cuda.synchronize()  # before the module is dropped, on whatever streams it was used
+        torch.cuda.synchronize()  # before the module is dropped
     return played

@@ -1,8 +1,8 @@
 """The order that streams, events and the host guarantee, and the accesses to memory.
 
-Each stream, and the host, is a *timeline* with a vector clock: how far each other timeline is known
-to be. Of two accesses to the same memory, at least one of which writes, the clock of the second
-must include the first. Otherwise a GPU may run them in the other order: a race.
+Each stream, and the host, is a *timeline* with a vector clock: the last work of each other timeline
+that is known to be complete. If two timelines access the same memory, and one of them writes, the
+clock of the second must include the first access. Otherwise a GPU may change their order: a race.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch import Tensor
 import tritonddp
 
 PACKAGE = str(Path(tritonddp.__file__).parent)
-# Their frames are between a caller and the record.
+# The frames of these files are between a caller and the recorder.
 _PASSED = (
     *(str(Path(module.__file__ or "").parent) for module in (torch, contextlib)),
     *(
         str(Path(__file__).with_name(f"{name}.py"))
-        for name in ("recorder", "device", "cuda", "nccl", "kernels", "faults")
+        for name in ("recorder", "device", "cuda", "nccl", "kernels", "test_planted_faults")
     ),
 )
 
@@ -47,13 +47,13 @@ class Timeline:
         self.clock: dict[Timeline, int] = {self: 0}
 
     def step(self) -> int:
-        """One more piece of work is queued."""
+        """Queue a piece of work."""
         self.now += 1
         self.clock[self] = self.now
         return self.now
 
     def join(self, clock: dict[Timeline, int]) -> None:
-        """The next work runs after all of ``clock``."""
+        """Let the next work run after all of ``clock``."""
         for timeline, tick in clock.items():
             if self.clock.get(timeline, 0) < tick:
                 self.clock[timeline] = tick
@@ -85,17 +85,17 @@ class Memory:
 
     address: int
     nbytes: int
-    is_pinned: bool  # on the host, where kernels and copies of the device reach it
-    home: Timeline  # the stream that it was allocated on
+    is_pinned: bool  # on the host, accessible to kernels and copies of the device
+    home: Timeline  # the stream on which it was allocated
     accesses: list[Access] = field(default_factory=list)
     guards: set[Timeline] = field(default_factory=set)  # streams of record_stream
     is_captured: bool = False  # a CUDA graph uses it
     is_of_graph: bool = False  # it is in the memory pool of a CUDA graph
-    is_packages: bool = False  # the package has allocated it
+    is_packages: bool = False  # allocated by the package
 
 
 class Wait(NamedTuple):
-    """The host has waited for the device."""
+    """A wait of the host for the device."""
 
     what: str
     stack: str
@@ -104,7 +104,7 @@ class Wait(NamedTuple):
 
     @property
     def place(self) -> str:
-        """File and function outside the files through which all others wait."""
+        """File and function of the caller; two files wait on behalf of all others."""
         for frame in self.stack.split(" < "):
             file, _, function = frame.partition(" ")
             if not file.startswith(("_device.py", "coordination/agreement.py")):
@@ -114,14 +114,14 @@ class Wait(NamedTuple):
 
 @functools.cache
 def _place(file: str) -> str | None:
-    """The place in the package; empty for files between a caller and the record; else ``None``."""
+    """The path in the package, "" for files between a caller and the recorder, else ``None``."""
     if file.startswith(PACKAGE):
         return file.removeprefix(PACKAGE)[1:]
     return "" if file.startswith(_PASSED) or "/unittest/" in file else None
 
 
 def by_package() -> bool:
-    """Whether the package itself runs this, and not a module that it calls."""
+    """Whether the package itself runs this, not a module that it calls."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (place := _place(frame.f_code.co_filename)) is not None:
         if place:
@@ -131,7 +131,7 @@ def by_package() -> bool:
 
 
 def package_stack() -> str:
-    """The four innermost frames of the package, the last one first; empty outside."""
+    """The four innermost frames of the package, the last one first."""
     frames: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(frames) < 4:
@@ -142,19 +142,18 @@ def package_stack() -> str:
 
 
 class Recorder:
-    """See the module.
+    """The record of a device.
 
     Attributes:
         races: accesses without an order, memory that is freed too early, and other errors of a GPU.
-        rounded: operands without dimensions that lost precision.
+        rounded: zero-dimensional operands that lost precision.
         waits: of the host for the device, in code of the package.
         launches: kernels and operations of torch on the device, by name, called by the package.
-        collectives: by name.
-        pinned_allocations: those that no free block serves, which may wait for the device.
+        collectives: their numbers, by name.
         nbytes, peak: bytes on the device, now and at most.
         capturing: a CUDA graph is being captured, so the host must not query the device.
         has_graph: a graph was captured, and may be replayed.
-        captured: the work of a replay of the current capture; ``None`` if there is no replay.
+        captured: the work of the current capture; ``None`` if it will not be replayed.
     """
 
     def __init__(self) -> None:
@@ -171,12 +170,10 @@ class Recorder:
         self.capturing = self.has_graph = False
         self.captured: list[Callable[[], object]] | None = None
         self.steps = 0
-        self.pinned_allocations = self.nbytes = self.peak = 0
+        self.nbytes = self.peak = 0
         self._hidden: dict[int, tuple[Tensor, bytes]] = {}  # copies to the host, by addresses
         # The last accesses of other streams to memory that is back in the pool of a stream.
         self._left_behind: dict[Timeline, list[Access]] = {}
-        # Of the caching host allocator, by size: the clock after which a free block is unused.
-        self._free_pinned: dict[int, list[dict[Timeline, int]]] = {}
 
     # Timelines
 
@@ -201,12 +198,12 @@ class Recorder:
             self.current = former
 
     def replayable(self, work: Callable[[], object]) -> None:
-        """``work`` is queued: replays repeat it if a graph is captured."""
+        """Let replays repeat ``work`` if a graph is being captured."""
         if self.captured is not None:
             self.captured.append(work)
 
     def host_waits(self, clock: dict[Timeline, int], what: str, age: int = 0) -> None:
-        """The host waits until the device has reached ``clock``."""
+        """Let the host wait until the device has completed ``clock``."""
         if by_package():
             stack = package_stack()
             ahead = self.default.now - clock.get(self.default, 0)
@@ -217,13 +214,13 @@ class Recorder:
         self._reveal()
 
     def _reveal(self) -> None:
-        """Write what :meth:`hide` has hidden."""
+        """Write the content that :meth:`hide` has hidden."""
         for target, content in self._hidden.values():
             memmove(target.data_ptr(), content, len(content))
         self._hidden.clear()
 
     def hide(self, target: Tensor) -> None:
-        """The host reads NaN in this copy of device memory until it waits for something."""
+        """Let the host read NaN in this copy of device memory until it waits for the device."""
         address, nbytes = target.data_ptr(), target.nbytes
         self._hidden[address] = target, string_at(address, nbytes)
         memset(address, 0xFF, nbytes)
@@ -234,21 +231,13 @@ class Recorder:
         self.waits.clear()
         self.launches.clear()
         self.collectives.clear()
-        self.pinned_allocations = 0
 
     # Memory
 
     def allocated(self, key: int, address: int, nbytes: int, is_pinned: bool = False) -> Memory:
         """New memory, known by ``key``."""
         memory = Memory(address, nbytes, is_pinned, self.current, is_of_graph=self.capturing)
-        if is_pinned:
-            free = self._free_pinned.setdefault(_rounded(nbytes), [])
-            over = next((clock for clock in free if self.host.knows_all(clock)), None)
-            if over is not None:
-                free.remove(over)
-            else:
-                self.pinned_allocations += 1
-        else:
+        if not is_pinned:
             self.nbytes += nbytes
             self.peak = max(self.peak, self.nbytes)
             memory.is_packages = by_package()
@@ -265,18 +254,14 @@ class Recorder:
         if self.live.get(key) is memory:
             del self.live[key]
         if memory.is_pinned:  # the caching host allocator waits for the copies that use it
-            clock: dict[Timeline, int] = {}
-            for access in memory.accesses:
-                clock[access.timeline] = max(access.tick, clock.get(access.timeline, 0))
-            self._free_pinned[_rounded(memory.nbytes)].append(clock)
             if memory.is_captured and self.has_graph:
                 self.races.append("pinned memory is freed that a CUDA graph copies")
             return
         self.nbytes -= memory.nbytes
         if memory.is_captured and not memory.is_of_graph and self.has_graph:
             self.races.append(f"{memory.nbytes} bytes are freed that a CUDA graph uses")
-        # The pool waits for the present work of the streams of record_stream. What the host has
-        # waited for is complete.
+        # The pool waits for the queued work of the streams of record_stream. Work for which the
+        # host has waited is complete.
         known_by = [memory.home, *memory.guards, self.host]
         for access in memory.accesses:
             if access.timeline in known_by:
@@ -300,7 +285,7 @@ class Recorder:
     def touch(
         self, timeline: Timeline, memory: Memory, first: int, end: int, writes: bool, what: str
     ) -> None:
-        """``timeline`` reads or writes bytes ``[first, end)`` of ``memory``."""
+        """Let ``timeline`` read or write bytes ``[first, end)`` of ``memory``."""
         if first >= end:
             return
         memory.is_captured |= self.capturing and timeline is not self.host
@@ -313,7 +298,7 @@ class Recorder:
             is_behind = access.timeline is timeline or timeline.knows(access)
             if (writes or access.writes) and not is_behind:
                 self.races.append(f"{_text_of(mine)}, not ordered after {_text_of(access)}")
-            # An access that this one follows and covers is not needed for later comparisons.
+            # Later comparisons do not need an access that this one follows and covers.
             is_covered = first <= access.first and access.end <= end
             if not (is_behind and is_covered and (writes or not access.writes)):
                 kept.append(access)
@@ -321,7 +306,7 @@ class Recorder:
         memory.accesses = kept
 
     def run(self, timeline: Timeline, what: str) -> None:
-        """The host queues work on ``timeline``, after all that the host knows."""
+        """Queue work on ``timeline``, after all work that the host knows to be complete."""
         self.host.step()
         timeline.join(self.host.clock)
         timeline.step()
@@ -330,11 +315,6 @@ class Recorder:
 
     def report(self) -> str:
         return "\n".join(dict.fromkeys(self.races))
-
-
-def _rounded(nbytes: int) -> int:
-    """To a power of two, as the caching host allocator does."""
-    return 1 << max(0, nbytes - 1).bit_length()
 
 
 def _text_of(access: Access) -> str:

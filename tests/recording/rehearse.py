@@ -2,10 +2,10 @@
 
 Or a module: ``-m MODULE ARGS``.
 
-For benchmarks of ``make gpu``. Models, lists of parameters and buckets keep their names, so
-command lines are those of a GPU, but they are small, and there are few rounds. Times and shares
-have no meaning: only the code is tested. A benchmark names the device of each tensor: a tensor
-without one is on the host, and an operation with tensors of both fails, as on a GPU.
+For benchmarks of ``make gpu``. Models, lists of parameters and buckets are small, but keep their
+names, so command lines are the same as on a GPU. There are few rounds. Times have no meaning: only
+the code is tested. A tensor that a benchmark creates without a device is on the host, and an
+operation with tensors on the host and on the device fails, as on a GPU.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-sys.path.pop(0)  # this folder, whose modules have names of other modules
+sys.path.pop(0)  # this folder: its modules have the names of other modules
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2]))
 
@@ -41,7 +41,7 @@ SHAPES = ((8, 5), (3,), (16, 16), (2100,))  # the last one makes two chunks
 
 
 class _InStock:
-    """True where the C++ of stock DDP makes its buckets, for which tensors are on the CPU."""
+    """True while the C++ code of stock DDP creates its buckets: its tensors are on the CPU."""
 
     def __bool__(self) -> bool:
         frame: FrameType | None = sys._getframe(1)
@@ -56,7 +56,7 @@ class _InStock:
 
 
 class _Races(list[str]):
-    """An operation that would fail on a GPU raises at once. Other tests check the order."""
+    """An operation that would fail on a GPU raises immediately. Other tests check the order."""
 
     def append(self, race: str) -> None:
         if "on the host" in race:
@@ -65,7 +65,7 @@ class _Races(list[str]):
 
 @contextlib.contextmanager
 def patched(recorder: Recorder) -> Iterator[None]:
-    """Context inside :func:`~recording.device.recording`: what benchmarks need of torch exists.
+    """Context inside :func:`~recording.device.recording`: functions of torch for benchmarks.
 
     Triton's interpreter treats the tensors of the device as tensors of the host.
     """
@@ -126,7 +126,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
 
 
 def make_small() -> None:
-    """Shrink the benchmarks, before one runs. Their modules ask for the device when imported."""
+    """Shrink the benchmarks. Their modules query the device when they are imported."""
     from benchmarks.base import deadline
     from benchmarks.host import subjects
     from benchmarks.kernels import shapes

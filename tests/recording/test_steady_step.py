@@ -1,9 +1,11 @@
-"""What a steady step launches, sends, calls and waits for on a GPU.
+"""The launches, collectives, calls and waits of a steady step on a GPU.
 
-Counted on the recorded device. The numbers may only be lowered.
+They are counted on the recorded device. The numbers may only be lowered.
 """
 
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ from device_step import step_calls
 from distributed import ranks
 from torch import nn
 
-from recording.programs import PROGRAMS, play, sound
+from recording.programs import PROGRAMS, WARM_UP, play, running, sound
 from tritonddp import DistributedDataParallel
+from tritonddp._device import Readback
 from tritonddp.buckets.assignment import BucketCaps
+from tritonddp.kernels.unflatten import JointUnflatten
 
 
 @dataclass(frozen=True)
@@ -24,37 +28,36 @@ class Step:
     # Launches that pack each bucket, unpack the last one, and unpack all others.
     kernels: int
     collectives: int  # of all kinds
-    operations: int = 0  # at most, of torch on the device, called by the package
+    operations: int = 0  # at most: operations of torch on the device, called by the package
     moves: int = 0  # at most: launches that write addresses of gradients that have moved
-    uploads: int = 0  # at most: copies to the device
     readbacks: int = 1  # copies to the host
-    waits: tuple[str, ...] = ()  # where the host waits for work of this step
-    # Where it waits for work of the step before: for its headers, at the end of the backward.
+    waits: tuple[str, ...] = ()  # functions in which the host waits for work of this step
+    # The same for work of the previous step: its headers, at the end of the backward.
     before: tuple[str, ...] = ("comm/reduction.py finish",)
 
 
 _KERNELS = ("flatten", "unflatten", "quantize", "reduce_parts", "dequantize")
-_FLAGS = ("comm/reduction.py _read_flags",)
 STEADY = {
     "copies": Step(2, 4, 2, moves=2),
     "copies, zeroed in place": Step(2, 4, 2),
     "views": Step(2, 2, 2, moves=2),
     "views, zeroed in place": Step(2, 2, 2),
     "weights": Step(2, 4, 2, operations=6, moves=2),
-    "weights, views": Step(2, 4, 2, operations=6, moves=4),
-    "unused parameters": Step(2, 3, 2, operations=2, moves=1, readbacks=2, waits=_FLAGS, before=()),
-    "unused parameters, views": Step(
-        2, 2, 2, operations=2, moves=1, readbacks=2, waits=_FLAGS, before=()
+    "unused parameters": Step(
+        *(2, 3, 2),
+        operations=2,
+        moves=1,
+        readbacks=2,
+        waits=("comm/reduction.py _read_flags",),
+        before=(),
     ),
     "no_sync": Step(2, 4, 2, moves=2),
     "bf16 wire": Step(2, 4, 2, moves=2),
-    "bf16 wire, views": Step(2, 4, 2, moves=2),
     "int8": Step(4, 10, 6, moves=4),
     "lazy buckets": Step(2, 4, 2, operations=4, moves=2),
     "communication hook": Step(2, 4, 3, operations=21, moves=2),
-    "communication hook, views": Step(2, 4, 3, operations=21, moves=4),
     "buffers": Step(2, 4, 3, operations=2, moves=2),
-    # (Which buckets are left out depends on what the last headers say.)
+    # The last headers decide which buckets are left out.
     "left-out buckets": Step(2, 2, 1, moves=1, before=("reducer/reducer.py check_pending",)),
     "scalars": Step(2, 4, 2, operations=11, moves=2),
     "check_finite": Step(
@@ -82,10 +85,8 @@ def test_a_steady_step_waits_for_the_last_headers_only_and_has_no_race(name: str
     assert recorder.collectives.total() == expected.collectives, recorder.collectives
     assert sum(operations.values()) <= expected.operations, operations
     assert launches["addresses"] <= expected.moves
-    assert launches["copy to the device"] <= expected.uploads
+    assert launches["copy to the device"] == 0
     assert launches["copy to the host"] == expected.readbacks
-    # cudaHostAlloc may wait for the device.
-    assert not recorder.pinned_allocations, "pinned memory that no free block serves"
     before = [wait for wait in recorder.waits if wait.age]
     assert tuple(wait.place for wait in before) == expected.before, before
     waits = tuple(wait.place for wait in recorder.waits if not wait.age)
@@ -97,9 +98,9 @@ def test_a_steady_step_waits_for_the_last_headers_only_and_has_no_race(name: str
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
 @ranks(2, interprets=True)
 def test_a_bucket_and_the_rest_of_a_step_call_few_functions(views: bool, moves: bool) -> None:
-    """From steps that differ only in the number of buckets. ``moved``: gradients have moved.
+    """Computed from steps with two and with four buckets. ``moved``: gradients have moved.
 
-    The rest has two waits, and two launches that unflatten: see ``test_way_back.py``.
+    The rest has two waits, and two launches that unflatten.
     """
     few, many = (
         step_calls(16, buckets, moves, gradient_as_bucket_view=views) for buckets in (2, 4)
@@ -113,11 +114,39 @@ def test_a_bucket_and_the_rest_of_a_step_call_few_functions(views: bool, moves: 
 
 @ranks(2, interprets=True)
 def test_default_caps_are_those_for_nccl() -> None:
-    """``tests/buckets/test_sizes.py`` tests the buckets that they give."""
     largest = BucketCaps.for_nccl().limits[-1]
     with sound():
         net = DistributedDataParallel(nn.Linear(8, 8).to("cuda"))
         net(torch.ones(1, 8, device="cuda")).sum().backward()
         assert net._get_ddp_logging_data()["bucket_cap_bytes"] == largest
-        # Dynamo splits its graph by them.
+        # Dynamo splits its graph by these attributes.
         assert (net.bucket_bytes_cap, net.bucket_bytes_cap_default) == (largest, True)
+
+
+@ranks(2, interprets=True)
+def test_all_buckets_but_the_last_are_unpacked_before_it_is_reduced() -> None:
+    # Launches, their buckets, and the number of collectives that they do not wait for.
+    found: list[tuple[str, int, int]] = []
+    with running(PROGRAMS["copies"], WARM_UP) as run:
+        buckets, recorder = len(run.net.reducer.buckets), run.recorder
+        nccl = next(each for each in recorder.streams if each.name.startswith("NCCL"))
+        start, unflatten = Readback.start, JointUnflatten.__call__
+
+        def note(what: str, buckets: int) -> None:
+            found.append((what, buckets, nccl.now - recorder.current.clock.get(nccl, 0)))
+
+        def started(self: Any, *args: Any) -> None:
+            note("headers", 0)
+            start(self, *args)
+
+        def unflattened(self: Any, grads: Any, *args: Any) -> None:
+            note("unflatten", len(grads))
+            unflatten(self, grads, *args)
+
+        with (
+            mock.patch.object(Readback, "start", started),
+            mock.patch.object(JointUnflatten, "__call__", unflattened),
+        ):
+            run.step()
+    assert buckets > 1
+    assert found == [("headers", 0, 1), ("unflatten", buckets - 1, 1), ("unflatten", 1, 0)]
