@@ -170,8 +170,8 @@ def _for_device_type(device_type: str) -> Kernels:
         )
     if device_type != "cuda":
         raise RuntimeError(
-            f"tritonddp has no kernels for {device_type!r} tensors; it supports 'cuda' (NVIDIA, "
-            "and AMD through ROCm) and 'cpu': move the module there before wrapping it"
+            f"tritonddp has no kernels for {device_type!r} tensors; it supports 'cuda' "
+            "and 'cpu': move the module there before wrapping it"
         )
     try:
         import triton  # noqa: F401
