@@ -295,8 +295,8 @@ class DDPState:
         driver = self.core
         if not driver.finalizes_manually:
             raise RuntimeError(
-                "finalize_backward() called but manual backward finalization is not required. Set "
-                "require_manual_backward_finalization to true first."
+                f"{driver.where()}: finalize_backward() called but manual backward finalization is "
+                "not required. Set require_manual_backward_finalization to true first."
             )
         backward = driver.backward
         if backward is not None and backward.is_unfinalized:

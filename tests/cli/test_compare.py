@@ -97,7 +97,9 @@ def test_an_interrupt_shows_the_launches_until_then(
     count = 1
     assert main(["compare", str(PLANTED)]) == 130
     printed = capsys.readouterr()
-    first, last = printed.out.split("FIRST TABLE, from one launch")[1].split("stock  tritonddp")[1:]
+    first, last = printed.out.split("Preliminary table after one launch:")[1].split(
+        "stock  tritonddp"
+    )[1:]
     assert "0.900 (" in first
     assert "0.900 (" in last
     assert "\nInterrupted. Completed launches: 1.\n" in last

@@ -46,7 +46,7 @@ def test_two_ranks_show_versions_devices_and_the_line():
     assert value(lines, "group") == "2 ranks on 1 host, gloo, cpu"
     assert value(lines, "transport") == "shared memory of the ranks of a host"
     line = r"1 element takes [\d.]+ (us|ms|s), .* of [\d.]+ MiB takes "
-    assert re.search(line, value(lines, "line"))
+    assert re.search(line, value(lines, "network"))
     assert lines[lines.index("consequences for training") + 1].startswith("- Gradients do not")
     heads = ["versions", "devices", "ranks", "consequences for training"]
     assert [line for line in lines if line in heads] == heads

@@ -165,7 +165,7 @@ def test_the_thread_reports_while_the_host_waits_for_its_device(rank: int, tmp_p
     report = next(each for each in kept.records if each.getMessage() == kept.line)
     assert report.threadName == THREAD
     assert began < report.created < ended
-    assert "rank 0, in step 4, ahead of its device, for bucket 0" in kept.line.splitlines()[0]
+    assert "rank 0, in step 4, waiting for its device, for bucket 0" in kept.line.splitlines()[0]
 
 
 @ranks(2)

@@ -34,7 +34,7 @@ def test_forwards_without_a_backward_are_completed(rank: int, view: bool) -> Non
 @ranks(2)
 def test_backwards_that_no_forward_has_announced_are_refused(rank: int) -> None:
     ddp = DistributedDataParallel(net())
-    error = "rank ., step 1: backward inside join.. that no forward announced"
+    error = "rank ., step 1: this backward inside join.. follows no forward outside no_sync"
     with ddp.join():
         loss = loss_of(ddp, rank, 0)
         with ddp.no_sync():  # as in stock, the place of the forward decides

@@ -33,7 +33,12 @@ def test_invalid_requests_are_refused_before_a_collective() -> None:
     wrong = torch.ones(7)
     with recorded_collectives() as calls:
         for error, text, grads, of in (
-            (ValueError, "got 7 gradients for 8 parameters", [None] * 7, None),
+            (
+                ValueError,
+                "got 7 gradients, but the module has 8 trainable parameters",
+                [None] * 7,
+                None,
+            ),
             (
                 ValueError,
                 r"'first.weight' should match .* \(30, 3\)",

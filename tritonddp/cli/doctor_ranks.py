@@ -85,7 +85,7 @@ def _take_part(device_type: str, timeout: float, model: Sequence[float]) -> None
             tell("shared memory of the ranks of a host" + f", {backend} between" * (hosts > 1))
         else:
             tell(f"the process group ({backend}): {refusal.why}")
-    with _stage("line", is_shown) as tell:
+    with _stage("network", is_shown) as tell:
         line = _measure(group, group, device)
         tell(
             f"an all-reduce of 1 element takes {as_time(line.latency)}, an all-reduce of "

@@ -532,11 +532,13 @@ class Reduction:
         if self.bucket_set.averages:
             self._log(bucket, "is sent with NaN" if is_broken else "is sent")
         else:
-            self._log(bucket, "is passed to the communication hook" + " with zeros" * is_broken)
+            self._log(
+                bucket, "is passed to the communication hook" + ", filled with zeros" * is_broken
+            )
 
     def _log_wait(self, bucket: Bucket) -> None:
         # On a GPU the host continues before the sum is ready.
-        here = "is reduced" if bucket.flat.data.is_cpu else "is awaited by the device"
+        here = "is reduced" if bucket.flat.data.is_cpu else "is queued on the device"
         averages = self.bucket_set.averages
         self._log(bucket, here if averages else "has returned from the communication hook")
 

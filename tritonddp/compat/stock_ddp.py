@@ -181,7 +181,7 @@ class StockDDPNames:
             if param not in index_of:
                 raise ValueError(
                     f"Param with name {name} found in module parameters, but not DDP parameters: "
-                    "was it added after the list was made?"
+                    "was it added after the list was created?"
                 )
             names[index_of[param]] = name
         if len(names) != len(index_of):

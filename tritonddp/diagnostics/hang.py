@@ -110,7 +110,7 @@ def place_of(wrapper: Any) -> Place | None:
     reduction = None if backward is None else backward.reduction
     if any(each.readback.peek() is None for each in [*core.agreement.pending]):
         last = step if reduction is None else step - 1
-        return Place(number, last, _ALL, 0, "ahead of its device", "bucket 0")
+        return Place(number, last, _ALL, 0, "waiting for its device", "bucket 0")
     if backward is not None and reduction is not None:
         back, buckets = reduction.done, reduction.buckets
         phase = "in its backward" if backward.runs else "at the end of its backward"

@@ -134,7 +134,8 @@ class Scalars(Extension):
         """Copy the rows of all ranks, because the buffer is reused."""
         if bucket.index == 0:
             column = reduction.agreement.column(bucket.flat.headers, self.field)
-            self._reduced = column.to(torch.uint8).contiguous()
+            layout = torch.contiguous_format
+            self._reduced = column.to(torch.uint8, copy=True, memory_format=layout)
 
     def on_abort(self, reduction: Reduction | None) -> None:
         """Discard the scalars that were added for a failed step."""

@@ -82,7 +82,8 @@ class JoinProtocol:
         """Return True if the backward that begins now is the one that a forward announced."""
         if not self.is_due and is_enabled:
             raise RuntimeError(
-                f"{where}: backward inside join() that no forward announced. Ranks without inputs "
+                f"{where}: this backward inside join() follows no forward outside no_sync(). Ranks "
+                "without inputs "
                 "follow exactly one reduced backward for each forward outside no_sync(). Run the "
                 "forward of this backward outside no_sync() too. Run further backwards of the "
                 "same forward, and backwards without a forward, inside no_sync()"

@@ -278,8 +278,9 @@ class ContextBackward:
         """
         if self.driver.has_failed():
             raise RuntimeError(
-                f"{self.reduction.where}: this backward failed, and a loss.backward() of the same "
-                "module failed too before the recovery. Restart all ranks from a checkpoint"
+                f"{self.reduction.where}: two backwards of this module failed, this one and a "
+                "loss.backward(), and their order may differ between ranks. Restart all ranks "
+                "from a checkpoint"
             )
 
     @torch.no_grad()

@@ -148,9 +148,9 @@ class AccumulationWindow(Extension):
         if weight is None:
             if self.weight is not None:
                 raise RuntimeError(
-                    "this backward has no weight, but accumulated gradients of weighted backwards "
-                    "are not reduced yet: run it inside weighted(n) too, or discard them with "
-                    "zero_grad(set_to_none=True)"
+                    f"{backward.where}: this backward has no weight, but accumulated gradients of "
+                    "weighted backwards are not reduced yet: run it inside weighted(n) too, or "
+                    "discard them with zero_grad(set_to_none=True)"
                 )
             return
         is_first = not any(self._manager.current.use.local)  # since the last reduction
@@ -158,7 +158,8 @@ class AccumulationWindow(Extension):
         is_late = backward.first_param is not None  # its first gradient is in .grad already
         if is_late and (wants_base if self.weight is None else not weight.is_sum):
             raise RuntimeError(
-                "this weighted backward does not start at the outputs of the wrapped module: its "
+                f"{backward.where}: this weighted backward does not start at the outputs of the "
+                "wrapped module: its "
                 "first gradient was added to .grad before the wrapper noticed it, and cannot be "
                 "separated. Add its loss to one of the outputs, or reduce this backward separately"
             )
@@ -170,8 +171,8 @@ class AccumulationWindow(Extension):
             return
         if weight.is_sum != self.weight.is_sum:
             raise RuntimeError(
-                "backwards weighted with reduction='mean' and reduction='sum' cannot be "
-                "accumulated together: reduce one kind before running the other"
+                f"{backward.where}: backwards weighted with reduction='mean' and reduction='sum' "
+                "cannot be accumulated together: reduce one kind before running the other"
             )
         total = Weight(self.weight.items + weight.items, weight.is_sum)
         if not weight.is_sum:

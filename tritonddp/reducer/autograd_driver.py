@@ -297,9 +297,9 @@ class AutogradDriver:
             return
         if self.forwards.by_call and not forward.syncs:
             raise RuntimeError(
-                f"{backward.where}: this backward reached a forward inside no_sync() after a "
-                "gradient that bypassed all forwards and is averaged. Run both the forward and the "
-                "backward inside no_sync(), or both outside"
+                f"{backward.where}: this backward reached a forward inside no_sync() after it had "
+                "begun to average a gradient that no forward had produced. Run both the forward "
+                "and the backward inside no_sync(), or both outside"
             )
         forward.reach()
 
@@ -697,7 +697,7 @@ class AutogradDriver:
         Raises:
             RuntimeError: gradients cannot be ``what`` now.
         """
-        message = f"gradients cannot be {what} in a replay. Do this without a graph"
+        message = f"gradients cannot be {what} during capture. Do it outside the graph"
         capture.refuse(self.manager.current, self.where(), message)
         problem = f"gradients cannot be {what} while a backward is running. Wait for its end"
         self.flush_outside_backward(problem, reduces=True)

@@ -78,7 +78,9 @@ def _problem(
             "(requires_grad_(False)) and run two eager steps before the capture"
         )
     if sync.weight is not None:
-        return "all replays would use the same n of weighted(n). Run such backwards without a graph"
+        return (
+            "every replay would use the same n of weighted(n). Run such backwards without a graph"
+        )
     asks = [each.reads_device for each in reducer.events.extensions if each.reads_device]
     if any(bucket.storage.is_sparse for bucket in manager.current.buckets):
         asks.append("how many rows the sparse gradients have")

@@ -324,8 +324,8 @@ class Reducer:
             unknown = sorted(map(str, set(gradients) - {name for name, _ in named}))
             if unknown:
                 raise ValueError(
-                    f"gradients for {', '.join(unknown[:10])}, which are not trainable "
-                    "parameters of the module"
+                    f"reduce_gradients() got gradients for {', '.join(unknown[:10])}, which are "
+                    "not trainable parameters of the module"
                 )
             means = self._means(named, [gradients.get(name) for name, _ in named], prepare)
             return {name: mean for (name, _), mean in zip(named, means, strict=True)}
@@ -340,7 +340,10 @@ class Reducer:
         """Return the means of ``gradients``, which belong to ``named``; identical on all ranks."""
         of_module, wire = self.parameters.sparse, self.manager.factory.wire
         if len(gradients) != len(named):
-            raise ValueError(f"got {len(gradients)} gradients for {len(named)} parameters")
+            raise ValueError(
+                f"reduce_gradients() got {len(gradients)} gradients, but the module has "
+                f"{len(named)} trainable parameters"
+            )
         for (name, param), gradient in zip(named, gradients, strict=True):
             if gradient is not None:
                 _check_gradient(name, param, gradient, param in of_module)

@@ -73,7 +73,7 @@ class OwnedMeans(Extension):
         if self._earlier.is_reduced and (found := held(self._of_others(self._parameters.params))):
             raise LocalError(  # local: the owner cannot detect it
                 f"{where}: .grad of {listed([name for name, _ in found])} was set after the last "
-                "reduction, and ZeroRedundancyOptimizer would take it for a mean on its owner: "
+                "reduction, and ZeroRedundancyOptimizer cannot tell it from a reduced gradient: "
                 "pass your gradients to reduce_gradients(), and set .grad to the result"
             )
 

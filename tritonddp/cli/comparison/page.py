@@ -67,7 +67,7 @@ def page(comparison: Comparison) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{second} beside {first}</title><style>{_STYLE}</style></head>\n"
+        f"<title>{second} compared with {first}</title><style>{_STYLE}</style></head>\n"
         "<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
     )
 

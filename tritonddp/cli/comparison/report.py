@@ -92,7 +92,7 @@ class Comparison:
             silent = f", no rank completed a step for {self.launches.patience:.0f} s"
             yield (
                 f"{bad} {wrong.how} after {wrong.steps} steps{silent * (wrong.how == SILENT)}. "
-                f"{good} does not: it {right.how} after {right.steps} steps."
+                f"{good} {right.how} after {right.steps} steps."
             )
         elif self.outcomes is not None and not self.outcomes[0].is_right:
             yield (
@@ -220,7 +220,7 @@ def text(comparison: Comparison) -> Iterator[str]:
         yield from last_words(comparison)
         yield ""
     if not comparison.stopped:
-        yield "FIRST TABLE, from one launch; further launches make it more certain"
+        yield "Preliminary table after one launch:"
     widths = [max(map(len, column)) for column in zip(*comparison.table, strict=True)]
     for label, first, second, ratio in comparison.table:
         numbers = f"{first.rjust(widths[1])}  {second.rjust(widths[2])}  {ratio}"

@@ -209,7 +209,7 @@ class Launches:
         least = _LEAST_PAIRS if time.monotonic() < began + _LONG_LAUNCH else 2
         if min(len(first.blocks), len(second.blocks)) < least:
             shown = Pair(first, second, None) if first.captures and second.captures else None
-            raise _NotInTurns("the script is too short for blocks of steps in turns", shown)
+            raise _NotInTurns("the script has too few steps for alternating blocks", shown)
         return Pair(first, second, Launch.of(first.blocks, second.blocks))
 
     def _warm_up(self, contenders: Sequence[Contender]) -> None:

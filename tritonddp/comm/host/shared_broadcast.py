@@ -229,9 +229,9 @@ class SharedBroadcast:
         if not is_alike:
             raise RuntimeError(
                 f"{part.where}, broadcast of {part}: the {part.kind} of rank {source.rank} "
-                f"({nbytes} bytes) have different names, shapes or dtypes. Add, replace and resize "
-                "them on all ranks before the same forward or step. Or, for buffers, wrap with "
-                "forward_sync_buffers=False"
+                f"({nbytes} bytes) have different names, shapes or dtypes. Make the same changes "
+                "on all ranks before the same forward or step. For buffers, you can also wrap "
+                "with forward_sync_buffers=False"
             )
 
     def __del__(self) -> None:

@@ -60,7 +60,7 @@ class Memory:
         """Map the memory of another rank, and close its descriptor."""
         try:
             if os.fstat(descriptor).st_size < nbytes:  # a read after its end would be a signal
-                raise OSError(f"it is smaller than the {nbytes} bytes announced")
+                raise OSError(f"the shared memory is smaller than the {nbytes} bytes announced")
             return cls(_mapped(descriptor, nbytes))
         finally:
             os.close(descriptor)
