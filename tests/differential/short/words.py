@@ -110,7 +110,8 @@ def _does_something(step: Step, before: str) -> bool:
 def _is_for(letter: str, configuration: Configuration) -> bool:
     if letter in "Oow":  # a broadcast of buffers waits for the other ranks
         return not configuration.broadcasts
-    if letter == "x":  # stock continues with a static graph whose end it has never seen
+    # A static graph uses the same layers in each step, and stock must have seen its end.
+    if letter in "fx":
         return "static" not in configuration.parts
     if letter == "Y":  # else frozen layers are an error, or unequal
         return "unused" in configuration.parts
