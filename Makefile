@@ -198,7 +198,7 @@ $(VENV)/.docs-installed: $(VENV)/constraints.txt pyproject.toml
 	@touch $@
 
 $(VENV)/.clients-installed: $(VENV)/.test-installed
-	@echo "Installing mmengine, pytorch-ignite, Lightning, PEFT, opacus, torchft and friends into $(VENV) (a minute, once) ..."
+	@echo "Installing mmengine, pytorch-ignite, Lightning, PEFT, torchft and friends into $(VENV) (a minute, once) ..."
 	@$(PIP_ALOUD) -e ".[clients]"
 	@touch $@
 

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from client import Client, images
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 
 def with_accelerate(client: Client) -> None:
-    """``accumulate``, clipping, gathered metrics, the state saved and loaded."""
+    """``accumulate``, clipping, the state saved and loaded."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -30,18 +30,14 @@ def with_accelerate(client: Client) -> None:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
     loader = DataLoader(images(16 * 24), 8, shuffle=True)
     model, optimizer, loader, schedule = accelerator.prepare(module, optimizer, loader, schedule)
-    right = 0
     for inputs, labels in loader:
         with accelerator.accumulate(model):
-            logits = model(inputs)
-            accelerator.backward(F.cross_entropy(logits, labels))
+            accelerator.backward(F.cross_entropy(model(inputs), labels))
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        found, wanted = accelerator.gather_for_metrics((logits.argmax(1), labels))
-        right += (found == wanted).sum().item()
         client.step_ended()
     with tempfile.TemporaryDirectory() as folder:
         folders = [folder]
@@ -52,7 +48,7 @@ def with_accelerate(client: Client) -> None:
             module[0].weight.zero_()
         accelerator.load_state(folders[0])
         accelerator.wait_for_everyone()
-    client.report(model, accelerator.unwrap_model(model), right=right)
+    client.report(model, accelerator.unwrap_model(model))
 
 
 def with_fabric(client: Client) -> None:
@@ -83,66 +79,16 @@ def with_fabric(client: Client) -> None:
     client.report(model._forward_module, model.module)
 
 
-def with_opacus(client: Client) -> None:
-    """A wrapped model is made private; the optimizer adds noise and averages over ranks."""
-    from opacus import PrivacyEngine
-
-    client.init_process_group()
-    layers = nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)
-    module = client.altered(nn.Sequential(*layers))
-    model = client.wrap(module)
-    private, optimizer, loader = PrivacyEngine(accountant="rdp").make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(images(16 * 16), 16),
-        noise_multiplier=0.5,
-        max_grad_norm=1.0,
-        poisson_sampling=False,
-        noise_generator=torch.Generator().manual_seed(2),
-    )
-    for inputs, labels in loader:
-        mine = slice(client.rank, None, client.world_size)
-        optimizer.zero_grad()
-        F.cross_entropy(private(inputs[mine]), labels[mine]).backward()
-        optimizer.step()
-        client.step_ended()
-    client.report(private._module, module, optimizer=type(optimizer).__name__)
-
-
-def with_pytorch_metric_learning(client: Client) -> None:
-    """A loss on the embeddings of all ranks, with a memory of earlier ones."""
-    from pytorch_metric_learning.losses import CrossBatchMemory, NTXentLoss
-    from pytorch_metric_learning.miners import MultiSimilarityMiner
-    from pytorch_metric_learning.utils import distributed
-
-    client.init_process_group()
-    network = client.network()
-    model = client.wrap(network)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    memory = CrossBatchMemory(NTXentLoss(), embedding_size=10, memory_size=64)
-    loss_of = distributed.DistributedLossWrapper(memory)
-    miner = distributed.DistributedMinerWrapper(MultiSimilarityMiner())
-    for inputs, labels in client.batches(32):
-        embeddings = model(inputs)
-        loss = loss_of(embeddings, labels, miner(embeddings, labels))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    client.report(model, network, loss=loss.item())
-
-
 def with_timm(client: Client) -> None:
-    """Its task, optimizer, scheduler, averaged model and distributed helpers, as in train.py."""
+    """The task, averaged model and distributed helpers, as in train.py."""
     client.replace_stock()
     from timm import utils
     from timm.loss import LabelSmoothingCrossEntropy
-    from timm.optim import create_optimizer_v2
-    from timm.scheduler import CosineLRScheduler
     from timm.task import ClassificationTask
 
     client.init_process_group()
     module = client.network()
-    optimizer = create_optimizer_v2(module, opt="lamb", lr=1e-2, weight_decay=0.02)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     averaged = utils.ModelEmaV3(module, decay=0.9)
     task = ClassificationTask(module, LabelSmoothingCrossEntropy(0.1))
     if client.in_place:
@@ -150,27 +96,20 @@ def with_timm(client: Client) -> None:
     else:
         task.prepare_distributed(broadcast_buffers=False)
         model = task.trainable_module
-    schedule = CosineLRScheduler(optimizer, t_initial=16, warmup_t=4, t_in_epochs=False)
-    top1 = utils.AverageMeter()
     for step, (inputs, labels) in enumerate(client.batches()):
-        result = task(inputs, labels)
-        loss, output = result["loss"], result["output"]
+        loss = task(inputs, labels)["loss"]
         optimizer.zero_grad()
         loss.backward()
         utils.dispatch_clip_grad(model.parameters(), value=1.0, mode="norm")
         optimizer.step()
         averaged.update(model, step=step)
-        schedule.step_update(num_updates=step)
-        (right,) = utils.accuracy(output.detach(), labels)
-        top1.update(utils.reduce_tensor(right, client.world_size).item())
     utils.distribute_bn(model, client.world_size, reduce=True)
     average = torch.cat([param.flatten() for param in averaged.module.parameters()])
-    found = {"average": average.double().sum().item(), "top1": top1.avg, "loss": loss.item()}
-    client.report(model, module, **found)
+    client.report(model, module, average=average.double().sum().item(), loss=loss.item())
 
 
 def with_torchft(client: Client) -> None:
-    """Each process is a replica of its own, and its Manager averages through a hook."""
+    """Each process is a replica, whose Manager averages through a hook."""
     client.replace_stock()
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
     from torchft.coordination import LighthouseServer
@@ -182,7 +121,7 @@ def with_torchft(client: Client) -> None:
     dist.broadcast_object_list(addresses)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name)  # of torchrun: the Manager has a store of its own
+        os.environ.pop(name)  # of torchrun: the Manager has another store
     module = client.network()
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
@@ -221,28 +160,22 @@ def with_torchft(client: Client) -> None:
 
 
 def with_torchmetrics(client: Client) -> None:
-    """Metrics that are synchronized between forward and backward."""
-    from torchmetrics import MetricCollection
-    from torchmetrics.aggregation import MeanMetric
-    from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+    """A metric that is synchronized between forward and backward."""
+    from torchmetrics.classification import MulticlassAccuracy
 
     client.init_process_group()
     network = client.network()
     model = client.wrap(network)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     accuracy = MulticlassAccuracy(10, dist_sync_on_step=True)
-    metrics = MetricCollection({"accuracy": accuracy, "auroc": MulticlassAUROC(10, thresholds=16)})
-    mean = MeanMetric()
     for inputs, labels in client.batches():
         logits = model(inputs)
         loss = F.cross_entropy(logits, labels)
-        metrics(logits.softmax(1).detach(), labels)
-        mean.update(loss.detach())
+        accuracy(logits.softmax(1).detach(), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    found = {name: value.item() for name, value in metrics.compute().items()}
-    client.report(model, network, metrics=found, loss=mean.compute().item())
+    client.report(model, network, accuracy=accuracy.compute().item())
 
 
 def with_ignite(client: Client) -> None:
@@ -251,7 +184,6 @@ def with_ignite(client: Client) -> None:
     import ignite.distributed as idist
     from ignite.engine import Engine, Events
     from ignite.handlers import EMAHandler
-    from ignite.metrics import Accuracy, RunningAverage
 
     idist.initialize("gloo")
     network = client.network()
@@ -263,43 +195,32 @@ def with_ignite(client: Client) -> None:
     def step(engine: Any, batch: Any) -> Any:
         model.train()
         inputs, labels = batch
-        logits = model(inputs)
-        loss = F.cross_entropy(logits, labels)
         optimizer.zero_grad()
-        loss.backward()
+        F.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
-        return {"loss": loss.item(), "y_pred": logits.detach(), "y": labels}
 
     trainer = Engine(step)
     ema = EMAHandler(model, momentum=0.1)
     ema.attach(trainer, name="momentum", event=Events.ITERATION_COMPLETED)
-    RunningAverage(output_transform=lambda output: output["loss"]).attach(trainer, "loss")
-    Accuracy(lambda output: (output["y_pred"], output["y"])).attach(trainer, "accuracy")
     trainer.add_event_handler(Events.ITERATION_COMPLETED, client.step_ended)
     trainer.run(loader, max_epochs=2)
-    metrics = [trainer.state.metrics["loss"], trainer.state.metrics["accuracy"]]
     average = ema.ema_model.state_dict()["6.weight"].double().sum().item()
-    client.report(model, network, metrics=metrics, average=average)
+    client.report(model, network, average=average)
 
 
 def with_lightning(client: Client) -> None:
-    """Trainer, with gradient accumulation, clipping and a metric of torchmetrics."""
+    """Trainer, with gradient accumulation and clipping."""
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import DDPStrategy
-    from torchmetrics import Accuracy
 
     class Classifier(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.network = client.network()
-            self.accuracy = Accuracy("multiclass", num_classes=10)
 
         def training_step(self, batch: Any, _: int) -> Tensor:
             inputs, labels = batch
-            logits = self.network(inputs)
-            self.accuracy(logits, labels)
-            self.log("accuracy", self.accuracy, on_epoch=True)
-            return F.cross_entropy(logits, labels)
+            return F.cross_entropy(self.network(inputs), labels)
 
         def on_train_batch_end(self, *_: Any) -> None:
             client.step_ended()
@@ -330,8 +251,7 @@ def with_lightning(client: Client) -> None:
     )
     classifier = Classifier()
     trainer.fit(classifier, DataLoader(images(16 * 24), 8, shuffle=True))
-    accuracy = trainer.callback_metrics["accuracy_epoch"].item()
-    client.report(wrappers[0], classifier.network, accuracy=accuracy)
+    client.report(wrappers[0], classifier.network)
 
 
 def with_mmengine(client: Client) -> None:

@@ -1,4 +1,4 @@
-"""What all libraries train with: which class wraps, the same seed, and the report at the end."""
+"""The parts of all trainings: the class that wraps, the same seed, and the report at the end."""
 
 import argparse
 import hashlib
@@ -6,9 +6,7 @@ import json
 import logging
 import os
 import random
-import statistics
 import sys
-import time
 import warnings
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -27,17 +25,16 @@ class Client:
     """One run: its arguments, its steps, its report.
 
     Attributes:
-        in_place: ``tritonddp.replicate`` takes the place of a wrapper.
-        triton: tritonddp wraps or replicates; otherwise torch's own class wraps.
+        in_place: ``tritonddp.replicate`` is called instead of a wrapper.
+        triton: tritonddp wraps or replicates; otherwise torch's class wraps.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.in_place, self.triton = arguments.ddp == "in_place", arguments.ddp != "stock"
         self._unused = arguments.unused
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        # What torch itself calls so, whatever its names stand for later.
+        # torch's class, even if its names are replaced later.
         self._stock = nn.parallel.DistributedDataParallel
-        self._ends: list[float] = []
         self._collectives: list[int] = []
         torch.set_num_threads(1)
         torch.manual_seed(0)
@@ -46,12 +43,12 @@ class Client:
         logging.disable(logging.WARNING)
 
     def replace_stock(self) -> None:
-        """Call it before the import of a library that takes torch's class by its name."""
+        """Call this before the import of a library that imports torch's class by name."""
         if self.triton:
             import tritonddp
 
             with warnings.catch_warnings():
-                warnings.simplefilter("error")  # somebody has imported torch's class before
+                warnings.simplefilter("error")  # a module has imported torch's class before
                 tritonddp.replace_stock()
 
     def wrap(self, module: nn.Module, **options: Any) -> nn.Module:
@@ -69,23 +66,18 @@ class Client:
 
     def network(self) -> nn.Module:
         """A small classifier of images of one channel, eight pixels wide."""
-        return self.altered(
-            nn.Sequential(
-                nn.Conv2d(1, 8, 3, padding=1),
-                nn.BatchNorm2d(8),
-                nn.ReLU(),
-                nn.Conv2d(8, 8, 3, stride=2, padding=1),
-                nn.ReLU(),
-                nn.Flatten(),
-                nn.Linear(128, 10),
-            )
+        network = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(128, 10),
         )
-
-    def altered(self, model: nn.Module) -> nn.Module:
-        """With ``--unused``, the model gets a parameter that nothing uses."""
         if self._unused:
-            model.register_parameter("unused", nn.Parameter(torch.zeros(3)))
-        return model
+            network.register_parameter("unused", nn.Parameter(torch.zeros(3)))
+        return network
 
     def batches(self, size: int = 16) -> Iterator[tuple[Tensor, Tensor]]:
         """The part of this rank of 16 batches; a step ends when the next batch is requested."""
@@ -94,21 +86,19 @@ class Client:
             self.step_ended()
 
     def step_ended(self, *_: Any, **__: Any) -> None:
-        """Call it after each step of the optimizer; it can be the callback of a library."""
-        self._ends.append(time.perf_counter())
+        """Call this after each step of the optimizer; it can be the callback of a library."""
         self._collectives.append(_collectives())
 
     def report(self, model: nn.Module, module: nn.Module, **found: Any) -> NoReturn:
         """Compare the ranks, print the result of the training, and end the process.
 
         Args:
-            model: as the library holds it while it trains: the wrapper, or the module itself.
-            module: the underlying one, at the end of the training.
-            found: other results that stock DDP and tritonddp must share.
+            model: as the library holds it during the training: the wrapper, or the module itself.
+            module: the underlying module, at the end of the training.
+            found: other results, which must be the same with stock DDP and tritonddp.
         """
         bits: list[Any] = [None] * self.world_size
         dist.all_gather_object(bits, (_bits(module.parameters()), _bits(module.buffers())))
-        times = [1e3 * (b - a) for a, b in zip(self._ends, self._ends[1:], strict=False)]
         counts = [b - a for a, b in zip(self._collectives, self._collectives[1:], strict=False)]
         wrapper = model
         if self.in_place:
@@ -125,14 +115,8 @@ class Client:
             "is stock's": isinstance(wrapper, self._stock),
             "bits": bits,  # of parameters and buffers, rank by rank
             "same on all ranks": len({parameters for parameters, _ in bits}) == 1,
-            "steps": len(self._ends),
-            "ms": round(statistics.median(times[_WARM_UP:]), 2),
             "collectives": counts[_WARM_UP:],
         }
-        self.finish(found)
-
-    def finish(self, found: Any) -> NoReturn:
-        """Print it on rank 0, and end the process."""
         if self.rank == 0:
             print(json.dumps(found), flush=True)
         dist.barrier()
@@ -159,10 +143,10 @@ def _bits(tensors: Iterable[Tensor]) -> str:
 
 
 def _collectives() -> int:
-    """How many the default group has run on this rank, whoever called them."""
+    """The number of collectives of the default group on this rank."""
     group: Any = dist.group.WORLD
     issued: int = group._get_sequence_number_for_group()
-    # Exchanges through memory take the place of as many.
+    # Each exchange through memory replaces a collective.
     groups = sys.modules.get("tritonddp.coordination.group")
     sums = groups and getattr(groups.Group(group).peers, "background", None)
     return issued if sums is None else issued + sums.launched

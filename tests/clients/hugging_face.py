@@ -50,7 +50,7 @@ def trained(client: Client, model: nn.Module, folder: str, **arguments: Any) -> 
     windows = torch.randint(32, (256, 16), generator=torch.Generator().manual_seed(1))
     options = TrainingArguments(folder, per_device_train_batch_size=4, **ARGUMENTS, **arguments)
     rows = [{"input_ids": window, "labels": window} for window in windows]
-    trainer = Trainer(client.altered(model), options, train_dataset=rows)
+    trainer = Trainer(model, options, train_dataset=rows)
     train(client, trainer)
     return trainer
 
@@ -97,7 +97,7 @@ def with_trl(client: Client) -> None:
     from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
-    model = client.altered(gpt2())
+    model = gpt2()
     tokens = torch.randint(1, 32, (128, 12), generator=torch.Generator().manual_seed(1))
     masks = [[0] * (3 + number % 4) + [1] * (9 - number % 4) for number in range(len(tokens))]
     rows = Dataset.from_dict({"input_ids": tokens.tolist(), "completion_mask": masks})
@@ -136,7 +136,6 @@ def with_sentence_transformers(client: Client) -> None:
         torch.manual_seed(0)
         bert = Transformer(folder)
         model = st.SentenceTransformer(modules=[bert, Pooling(32)], device="cpu")
-        client.altered(model)
         trainer = st.SentenceTransformerTrainer(
             model,
             st.SentenceTransformerTrainingArguments(

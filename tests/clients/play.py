@@ -15,13 +15,12 @@ from client import Client
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("library", help="a function with_NAME or NAME")
+    parser.add_argument("library", help="NAME of a function with_NAME")
     parser.add_argument("--ddp", choices=["stock", "triton", "in_place"], required=True)
     parser.add_argument("--unused", action="store_true", help="add a parameter that nothing uses")
     arguments = parser.parse_args()
     functions = vars(classifiers) | vars(hugging_face) | vars(special_models)
-    name = arguments.library
-    (functions.get(f"with_{name}") or functions[name])(Client(arguments))
+    functions[f"with_{arguments.library}"](Client(arguments))
 
 
 if __name__ == "__main__":

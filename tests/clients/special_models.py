@@ -1,79 +1,11 @@
-"""Libraries that bring a model of their own: MACE, OpenCLIP and torchao."""
+"""Libraries with their own models: OpenCLIP and torchao."""
 
 import contextlib
-import io
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from client import Client
 from torch import Tensor, nn
-
-
-def with_mace(client: Client) -> None:
-    """A potential, whose loss has forces: second derivatives of the forward."""
-    import ase
-    import mace  # noqa: F401  (before e3nn: it lets torch.load read its constants)
-    import numpy as np
-    from e3nn import o3
-    from mace import data, modules, tools
-    from mace.tools import torch_geometric
-    from mace.tools.train import take_step
-
-    client.init_process_group()
-    table = tools.AtomicNumberTable([1, 8])
-    blocks = modules.interaction_classes
-    module = client.altered(
-        modules.ScaleShiftMACE(
-            r_max=3.0,
-            num_bessel=4,
-            num_polynomial_cutoff=5,
-            max_ell=1,
-            interaction_cls=blocks["RealAgnosticResidualInteractionBlock"],
-            interaction_cls_first=blocks["RealAgnosticInteractionBlock"],
-            num_interactions=2,
-            num_elements=len(table),
-            hidden_irreps=o3.Irreps("8x0e + 8x1o"),
-            MLP_irreps=o3.Irreps("8x0e"),
-            gate=F.silu,
-            atomic_energies=np.array([-1.0, -3.0]),
-            avg_num_neighbors=2,
-            atomic_numbers=table.zs,
-            correlation=2,
-            atomic_inter_scale=1.0,
-            atomic_inter_shift=0.0,
-        )
-    )
-    model = client.wrap(module)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, amsgrad=True)
-    random = np.random.default_rng(1 + client.rank)
-    keys = data.KeySpecification(
-        info_keys={"energy": "REF_energy"}, arrays_keys={"forces": "REF_forces"}
-    )
-
-    def water():
-        places = np.array([[0, 0, 0], [0.96, 0, 0], [-0.24, 0.93, 0]])
-        atoms = ase.Atoms("OH2", positions=places + 0.1 * random.normal(size=(3, 3)))
-        atoms.info["REF_energy"], atoms.arrays["REF_forces"] = -5.0, random.normal(size=(3, 3))
-        config = data.config_from_atoms(atoms, key_specification=keys)
-        return data.AtomicData.from_config(config, z_table=table, cutoff=3.0)
-
-    for _ in range(12):
-        atoms = [water() for _ in range(4)]
-        (batch,) = torch_geometric.dataloader.DataLoader(atoms, batch_size=4)
-        loss, _ = take_step(
-            model=model,
-            loss_fn=modules.WeightedEnergyForcesLoss(energy_weight=1.0, forces_weight=10.0),
-            batch=batch,
-            optimizer=optimizer,
-            ema=None,
-            output_args={"forces": True, "virials": False, "stress": False},
-            max_grad_norm=10.0,
-            device=torch.device("cpu"),
-        )
-        client.step_ended()
-    client.report(model, module, loss=loss.item())
 
 
 def with_open_clip(client: Client) -> None:
@@ -83,13 +15,11 @@ def with_open_clip(client: Client) -> None:
 
     client.init_process_group()
     size = {"width": 32, "layers": 2}
-    module = client.altered(
-        CLIP(
-            16,
-            vision_cfg={"image_size": 16, "patch_size": 8, "head_width": 16, **size},
-            text_cfg={"context_length": 8, "vocab_size": 64, "heads": 2, **size},
-            output_dict=True,
-        )
+    module = CLIP(
+        16,
+        vision_cfg={"image_size": 16, "patch_size": 8, "head_width": 16, **size},
+        text_cfg={"context_length": 8, "vocab_size": 64, "heads": 2, **size},
+        output_dict=True,
     )
     module.set_grad_checkpointing()
     model = client.wrap(module)
@@ -147,7 +77,7 @@ def with_torchao(client: Client) -> None:
     from torchao.optim import AdamW8bit
 
     client.init_process_group()
-    module = client.altered(Blocks()).bfloat16()
+    module = Blocks().bfloat16()
     for block, recipe in zip(module.blocks, ("tensorwise", "rowwise"), strict=True):
         convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name(recipe))
     float8 = [name for name, each in module.named_modules() if "Float8" in type(each).__name__]
@@ -170,72 +100,3 @@ def with_torchao(client: Client) -> None:
         client.step_ended()
     assert losses[-1] < losses[0] / 2, losses
     client.report(wrapper, module, losses=losses, float8=float8)
-
-
-class Adapted(nn.Module):
-    """A frozen linear layer with an adapter of low rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(64, 64, bias=False).requires_grad_(False)
-        self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.base.weight) + self.up(self.down(x))
-
-
-def adapted(kind: str) -> nn.Module:
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_, to_nf4
-
-    net = nn.Sequential(Adapted(), nn.Tanh(), Adapted())
-    for layer in (net[0].base, net[2].base):
-        if kind == "int8":
-            quantize_(layer, Int8WeightOnlyConfig())
-        else:
-            weight = to_nf4(layer.weight.detach(), block_size=32, scaler_block_size=2)
-            layer.weight = nn.Parameter(weight, requires_grad=False)
-    return net
-
-
-def values(net: nn.Module) -> list[list[float]]:
-    """Of all parameters: those of a quantized one as plain numbers."""
-    frozen = [F.linear(torch.eye(64), layer.base.weight) for layer in (net[0], net[2])]
-    trained = [param.detach() for param in net.parameters() if param.requires_grad]
-    return [each.flatten().tolist() for each in (*frozen, *trained)]
-
-
-def same_on_all_ranks(content: Any) -> bool:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, content)
-    return all(each == found[0] for each in found)
-
-
-def lora_on_torchao(client: Client) -> None:
-    """A LoRA on frozen weights of torchao, int8 and NF4, which stock DDP cannot wrap."""
-    client.init_process_group()
-    rows = []
-    for kind in ("int8", "nf4"):
-        torch.manual_seed(client.rank)  # rank 0 sends its values
-        net = adapted(kind)
-        same = [same_on_all_ranks(values(net))]
-        ddp: Any = client.wrap(net)
-        same.append(same_on_all_ranks(values(net)))
-        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
-        losses = []
-        x = torch.randn(16, 64)
-        for _ in range(20):
-            optimizer.zero_grad()
-            loss = (ddp(x) - x.flip(1)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        ddp.check_sync()
-        same.append(same_on_all_ranks(values(net)))
-        file = io.BytesIO()
-        torch.save(net.state_dict(), file)
-        file.seek(0)
-        other = adapted(kind)
-        other.load_state_dict(torch.load(file, weights_only=False), assign=True)
-        is_loaded = values(other) == values(net)
-        rows.append({"same": same, "learns": losses[-1] < losses[0], "loaded": is_loaded})
-    client.finish({"rows": rows})

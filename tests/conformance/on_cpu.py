@@ -57,15 +57,18 @@ class TorchsTests(distributed_test.DistributedTest._DistTestBase, distributed_te
         super()._run_uneven_inputs_test(test_case, *args, **kwargs)
 
 
-def run(name: str, rank: int, world_size: int, ddp: str, folder: str) -> int:
-    """Run one test as one rank, and return how often it has made a wrapper.
+def run(name: str, rank: int, world_size: int, ddp: str, folder: str) -> None:
+    """Run one test as one rank.
 
     The process cannot be used afterwards, because names of torch are replaced.
     """
     os.environ.update(WORLD_SIZE=str(world_size), RANK=str(rank), TEMP_DIR=folder)
     torch.set_num_threads(1)
     _let_cuda_mean_the_cpu(rank, world_size)
-    constructed = _put_in_place(ddp)
+    for kind, cls in CLASSES.items():
+        cls.__init__ = _checked(cls.__init__, allowed=kind == ddp)
+    for module in (torch.nn.parallel, distributed_test):
+        module.DistributedDataParallel = CLASSES[ddp]
     timeout = distributed_test.CUSTOM_PG_TIMEOUT.get(name, distributed_test.default_pg_timeout)
     dist.init_process_group(
         "gloo",
@@ -80,24 +83,12 @@ def run(name: str, rank: int, world_size: int, ddp: str, folder: str) -> int:
     getattr(test, name)()
     test._barrier()
     dist.destroy_process_group()
-    return len(constructed)
 
 
-def _put_in_place(ddp: str) -> list[None]:
-    """Make ``ddp`` the class that tests use; return a list that grows with each wrapper."""
-    constructed: list[None] = []
-    for name, cls in CLASSES.items():
-        cls.__init__ = _counted(cls.__init__, constructed, allowed=name == ddp)
-    for module in (torch.nn.parallel, distributed_test):
-        module.DistributedDataParallel = CLASSES[ddp]
-    return constructed
-
-
-def _counted(init: Any, constructed: list[None], allowed: bool) -> Any:
+def _checked(init: Any, allowed: bool) -> Any:
     @functools.wraps(init)
     def construct(self: Any, *args: Any, device_ids: Any = None, **kwargs: Any) -> None:
         assert allowed, f"{type(self)} is not the class under test"
-        constructed.append(None)
         kwargs.pop("output_device", None)
         init(self, *args, **kwargs)
 
@@ -120,7 +111,7 @@ def _let_cuda_mean_the_cpu(rank: int, world_size: int) -> None:
 
 
 class _Immediate:
-    """A stream or an event of a device that does all work at once, so that nothing waits."""
+    """A stream or an event of a device that does all work immediately."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,43 +17,35 @@ from expected import PASSES_ELSEWHERE, ddp_tests, reason
 _RUN = Path(__file__).with_name("run.py")
 
 
-class _Runner:
-    """The process that runs the tests. It has imported torch once, and forks the ranks."""
-
-    def __init__(self) -> None:
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  it is closed in stop()
-        self.process = subprocess.Popen(
+@pytest.fixture(scope="module")
+def outcome_of() -> Iterator[Callable[[str], dict[str, str]]]:
+    """Runs a test in the process of ``run.py``, which has imported torch and forks the ranks."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
             [sys.executable, str(_RUN), "ours"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self.log,
+            stderr=log,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            env=env,
             start_new_session=True,
         )
 
-    def outcome(self, name: str) -> dict[str, str]:
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and there is no line to read
-            self.process.stdin.write(f"{name}\n")
-            self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            self.log.seek(0)
-            pytest.fail(f"{_RUN} has ended:\n{self.log.read()}", pytrace=False)
-        return json.loads(line)
+        def outcome(name: str) -> dict[str, str]:
+            with contextlib.suppress(BrokenPipeError):  # it has ended, and there is no line to read
+                process.stdin.write(f"{name}\n")
+                process.stdin.flush()
+            line = process.stdout.readline()
+            if not line:
+                log.seek(0)
+                pytest.fail(f"{_RUN} has ended:\n{log.read()}", pytrace=False)
+            return json.loads(line)
 
-    def stop(self) -> None:
+        yield outcome
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.log.close()
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[_Runner]:
-    runner = _Runner()
-    yield runner
-    runner.stop()
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _case(name: str) -> Any:
@@ -64,8 +56,8 @@ def _case(name: str) -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [_case(name) for name in ddp_tests()])
-def test_torchs_own_test(name: str, runner: _Runner) -> None:
-    outcome = runner.outcome(name)
+def test_torchs_own_test(name: str, outcome_of: Callable[[str], dict[str, str]]) -> None:
+    outcome = outcome_of(name)
     if outcome["kind"] != "passed":
         pytest.fail(f"{outcome['kind']}: {outcome['reason']}\n{outcome['details']}", pytrace=False)
 

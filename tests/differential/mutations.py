@@ -1,8 +1,7 @@
-"""Planted faults, one at a time: what a comparison of programs has to find.
+"""Planted faults, one at a time, which the comparison of programs must find.
 
-Each names the function of the package that it replaces, and is what is called in its place, with
-the original in front of its arguments. A name that is not there any more is an error when the fault
-is planted.
+A fault is called instead of a function of the package, with the original as the first argument. It
+is an error if the package has no function of this name.
 """
 
 import contextlib
@@ -14,16 +13,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-# What is planted: the module or class, its attribute, and what is called in the place of that.
+# By name: the module or class, its attribute, and the fault that replaces it.
 MUTATIONS: dict[str, tuple[str, str, Callable[..., Any]]] = {}
-# Those that programs with a sharded optimizer find.
+# The faults that programs with a sharded optimizer find.
 OF_SHARDED = {"means_that_count_on_one_rank"}
 
-_kept: dict[Any, Tensor] = {}  # what faults keep from call to call
+_kept: dict[Any, Tensor] = {}  # what faults keep between calls
 
 
 def mutation(owner: str, attribute: str) -> Callable[..., Any]:
-    """Decorator of what is called in the place of an attribute of ``room.module:Class``."""
+    """Decorator of a function that replaces an attribute of ``room.module:Class``."""
 
     def note(fault: Callable[..., Any]) -> Callable[..., Any]:
         MUTATIONS[fault.__name__] = owner, attribute, fault
@@ -34,7 +33,7 @@ def mutation(owner: str, attribute: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def planted(mutation: str) -> Iterator[None]:
-    """Context: the fault is there.
+    """Context: the fault is planted.
 
     Raises:
         AttributeError, ImportError: the package has nothing of this name.
@@ -48,7 +47,7 @@ def planted(mutation: str) -> Iterator[None]:
 
 
 def is_broken(what: str) -> bool:
-    """Whether a traceback says that a fault does not fit the package: it ends in this file."""
+    """Return True if a traceback ends in this file: the fault does not fit the package."""
     *_, last = what.partition("\nTo play it again")[0].rpartition('  File "')
     return "mutations.py" in last and "Error" in last
 
@@ -67,13 +66,13 @@ class _Done:
 
 @mutation("comm.all_reduce:AllReduce", "launch")
 def forgotten_bucket(original: Any, self: Any, bucket: Any, *args: Any) -> Any:
-    """The second bucket stays at home."""
+    """The second bucket is not sent."""
     return _Done() if bucket.index == 1 else original(self, bucket, *args)
 
 
 @mutation("comm.all_reduce:AllReduce", "launch")
 def stale_gradient(original: Any, self: Any, bucket: Any, *args: Any) -> Any:
-    """What a bucket's first parameter sends is its gradient of the reduction before."""
+    """The first parameter of a bucket sends its gradient of the previous reduction."""
     view = bucket.flat.views[0]
     before, _kept[id(view)] = _kept.get(id(view)), view.clone()
     if before is not None and before.shape == view.shape:
@@ -83,7 +82,7 @@ def stale_gradient(original: Any, self: Any, bucket: Any, *args: Any) -> Any:
 
 @mutation("buckets.bucket", "gradient_strides")
 def wrong_strides(original: Any, param: Tensor) -> tuple[int, ...]:
-    """Gradients lie row by row in their bucket, whatever their parameters do."""
+    """Gradients are row-major in their bucket, no matter how their parameters are stored."""
     return torch.empty(param.shape, device="meta").stride()
 
 
@@ -100,4 +99,4 @@ def skipped_buffers(original: Any, self: Any) -> None:
 
 @mutation("reducer.earlier_means:EarlierMeans", "set_aside")
 def means_that_count_on_one_rank(original: Any, self: Any, *args: Any) -> None:
-    """A mean that is in ``.grad`` already is reduced as this rank's gradient."""
+    """A mean in ``.grad`` is reduced as this rank's gradient."""

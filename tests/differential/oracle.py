@@ -1,8 +1,7 @@
-"""What all ranks must see: one process plays them all, without communication.
+"""What all ranks must see: one process plays all ranks, without communication.
 
-The oracle follows what the ranks of a wrapped model saw: it computes each tensor from what they had
-before it, says how far they may be from that, and goes on with what they have. So each step of a
-program is judged by itself, to the rounding of that step alone.
+The oracle computes each tensor from what the ranks of the wrapped model had before it, and a bound
+of its rounding error. It continues with the tensors of the ranks: each step is judged separately.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,13 +16,10 @@ from torch import Tensor
 from differential.actions.named import NamedStep
 from differential.actions.training import (
     Backward,
-    BreakOff,
     Clip,
     Convert,
     Forward,
-    Hold,
     ReduceGradients,
-    Renew,
     Replace,
     Step,
     ZeroGrad,
@@ -35,7 +31,7 @@ from differential.program import Program
 from differential.trace import Entry, Snapshot, dense
 
 # Half roundings of each term on the way to a mean over three ranks: of the factor, of the product,
-# of the sums, of the mean itself; twice that. Weights bring factors and sums of their own.
+# of the sums, of the mean itself; twice that. Weights add factors and sums.
 _ROUNDINGS = 4
 _ROUNDINGS_OF_WEIGHTED = 16
 # How far the gradients of a step of a named program may be from the mean, by the largest one:
@@ -54,9 +50,9 @@ class Expected:
     """What a rank must see."""
 
     place: tuple[int, str, str]  # of the entry in the trace
-    value: Tensor | None  # the tensor, None where there is none
-    bound: Tensor | None  # how far each element may be from it; None: not at all
-    strides: tuple[int, ...] | None  # of the tensor; None where any will do, or it is sparse
+    value: Tensor | None
+    bound: Tensor | None  # of the error of each element; None: the value is exact
+    strides: tuple[int, ...] | None  # of the tensor; None: any, or it is sparse
 
 
 class Oracle:
@@ -73,7 +69,6 @@ class Oracle:
 
     def __init__(self, program: Program, in_place: bool = False) -> None:
         self._program = program
-        # (Ranks without inputs take part in forwards alone.)
         ranks = range(program.world_size)
         self._everyone = [Player(program, rank, networks_of(program, 0), Alone) for rank in ranks]
         # As in stock, a module without buffers when it is wrapped never has any synchronized.
@@ -81,39 +76,38 @@ class Oracle:
         self._syncs = program.options.syncs_buffers and has_buffers
         self._syncs_afterwards = in_place and self._syncs and not program.counts
         self._counts = program.counts or (len(program.actions),) * program.world_size
-        # Those that have inputs.
+        # The ranks with inputs.
         self._players = list(self._everyone)
         self._syncs_next_forward = self._syncs_forwards
-        # Buffers that forwards broadcast: one with gradients takes up those of an added block.
+        # Buffers that forwards broadcast. A forward with gradients finds those of an added block.
         self._broadcast = self._buffers()
-        # What each rank's backwards have given a gradient since the last reduction.
+        # The parameters with a gradient from a backward since the last reduction, on each rank.
         self._used: list[set[Tensor]] = [set() for _ in self._players]
-        # How far the gradients that the last action has reduced may be from the mean.
+        # The bounds of the gradients that the last action has reduced.
         self._bounds: dict[str, Tensor | None] = {}
         self._wire = getattr(torch, program.options.reduce_dtype or "float64")
-        self._largest = 0.0  # gradient so far, where they are quantized
+        self._largest = 0.0  # gradient so far, if gradients are quantized
         self.owners: dict[str, int] = {}
-        # With owners: means that are in their gradients already when backwards add to them.
+        # With a sharded optimizer: the means to which backwards add.
         self._means: dict[str, Tensor] = {}
         self._are_means = False  # nothing was added to the gradients since the last reduction
 
     def perform(self, number: int) -> list[list[Expected]]:
-        """Action ``number``: what each rank must see of it, with empty lists for those without it.
+        """What each rank must see of action ``number``: an empty list for a rank without inputs.
 
-        Then :meth:`adopt` says what they have seen.
+        Then call :meth:`adopt` with what the ranks have seen.
         """
         action = self._program.actions[number]
         if any(self._counts[player.rank] <= number for player in self._players):
-            self._let_go(number)
-        around = getattr(action, "around", False)
-        if isinstance(action, Forward | BreakOff) and not around:
-            if getattr(action, "grad", True):
+            self._remove_ranks(number)
+        if isinstance(action, Forward):
+            if action.grad:
                 self._broadcast = self._buffers()
             if self._syncs_next_forward:
                 self._sync_buffers()
-        if isinstance(action, Backward | ReduceGradients | BreakOff):
+        if isinstance(action, Backward | ReduceGradients):
             self._note_means()
-        elif isinstance(action, ZeroGrad | Hold):
+        elif isinstance(action, ZeroGrad):
             self._means = {}
         elif isinstance(action, Replace):  # by parameters that have no owner yet
             gone = f"blocks.{action.block}."
@@ -123,27 +117,17 @@ class Oracle:
             reached = []
             for player in self._players:
                 player.trace = []
-                # (A step of a named program may replace parameters.)
+                # A step of a named program may replace parameters.
                 is_named = isinstance(action, NamedStep)
                 with nullcontext(set()) if is_named else _reached(player.network) as came:
                     player.perform(number)
                 reached.append(came)
-        if isinstance(action, Forward) and not around:
+        if isinstance(action, Forward):
             self._syncs_next_forward = self._syncs_forwards and action.grad and not action.local
-        if isinstance(action, BreakOff):
-            self._syncs_next_forward = self._syncs_forwards
-            for used in self._used:
-                used.clear()
         if isinstance(action, Convert):  # of which converted buffers are new ones
             self._broadcast = self._buffers()
-        if isinstance(action, Renew):
-            self._renewed(action)
-        if isinstance(action, BreakOff) and self._syncs_afterwards:
-            self._sync_buffers()
         self._bounds = {}
         if isinstance(action, Backward):
-            if not action.local:
-                self._give_zeros(reached)
             for used, came in zip(self._used, reached, strict=True):
                 used |= {param for param in came if param.grad is not None}
             if not action.local:
@@ -164,11 +148,11 @@ class Oracle:
 
     @property
     def players(self) -> list[Player]:
-        """Of all ranks."""
+        """The players of all ranks."""
         return self._everyone
 
     def finish(self) -> list[list[Expected]]:
-        """The end, where ``join()`` gives all ranks the model of one that left last."""
+        """The end: ``join()`` gives all ranks the model of a rank that left last."""
         for player in self._everyone:
             player.trace = []
             if self._program.counts:
@@ -183,15 +167,15 @@ class Oracle:
             player.finish()
         return [self._expected(player) for player in self._everyone]
 
-    def _let_go(self, number: int) -> None:
-        """Ranks run out of inputs."""
+    def _remove_ranks(self, number: int) -> None:
+        """Remove the ranks without inputs for action ``number``."""
         stay = [self._counts[player.rank] > number for player in self._players]
         for name in ("_players", "_used", "_broadcast"):
             kept = [each for each, stays in zip(getattr(self, name), stay, strict=True) if stays]
             setattr(self, name, kept)
 
     def adopt(self, entries: Sequence[Sequence[Entry]]) -> None:
-        """Go on with what each rank has seen of the last action."""
+        """Continue with what each rank has seen of the last action."""
         for player, seen in zip(self._everyone, entries, strict=True):
             params = dict(player.named("parameters"))
             tensors = {
@@ -210,14 +194,14 @@ class Oracle:
                             mine.copy_(value)
 
     def _owned(self) -> Iterator[tuple[str, Tensor, list[Tensor]]]:
-        """Name, parameter on the rank that owns it, and on the others."""
+        """Yield the name, the parameter on its owner, and the parameter on the other ranks."""
         everyones = [dict(player.network.named_parameters()) for player in self._players]
         for name in [each for each in everyones[0] if each in self.owners]:
             others = [params[name] for params in everyones]
             yield name, others.pop(self.owners[name]), others
 
     def _note_means(self) -> None:
-        """A backward is about to add to the gradients."""
+        """Keep the means to which the next backward adds."""
         if self._are_means:
             self._means = {
                 name: mine.grad.clone() for name, mine, _ in self._owned() if mine.grad is not None
@@ -226,7 +210,7 @@ class Oracle:
 
     @contextmanager
     def _gradients_of_owners(self) -> Iterator[None]:
-        """Context: all ranks have them, for what looks at all of them."""
+        """Context: all ranks have the gradients of the owners."""
         for _, mine, others in self._owned():
             for param in others:
                 param.grad = None if mine.grad is None else mine.grad.clone()
@@ -241,41 +225,17 @@ class Oracle:
         return self._syncs and not self._syncs_afterwards
 
     def _sync_buffers(self) -> None:
-        """All ranks get those of rank 0, where stock would send them; in ``join()`` of the last."""
+        """Give all ranks the buffers of rank 0, in ``join()`` of the last rank with inputs."""
         source = -1 if self._program.counts else 0
         for buffers in zip(*self._broadcast, strict=True):
             for buffer in buffers:
-                buffer.data.copy_(buffers[source])  # as hidden from autograd as a broadcast
-
-    def _renewed(self, action: Renew) -> None:
-        """Another wrapper goes on: a copy is as it was, and a new one makes all ranks alike."""
-        options = self._program.options
-        self._broadcast = self._buffers()
-        self._used = [set() for _ in self._players]
-        if action.by == "copy":
-            return
-        self._syncs_next_forward = self._syncs_forwards
-        if options.syncs_first_buffers:
-            for buffers in zip(*self._broadcast, strict=True):
-                for buffer in buffers:
-                    buffer.copy_(buffers[0])
+                buffer.data.copy_(buffers[source])  # autograd does not see a broadcast either
 
     def _buffers(self) -> list[list[Tensor]]:
         return [list(player.network.buffers()) for player in self._players]
 
-    def _give_zeros(self, reached: Sequence[set[Tensor]]) -> None:
-        """If none may be unused, a gradient that a custom function has not given is zero."""
-        options = self._program.options
-        if options.find_unused_parameters is False and not options.static_graph:
-            for param in set().union(*reached):
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-
     def _reduce(self, retains_graph: bool = False) -> None:
-        """Give every rank the mean over the ranks.
-
-        The graph that is retained goes on with the buffers of its forward, as under a wrapper.
-        """
+        """Give all ranks the mean. A retained graph keeps the buffers of its forward."""
         replicas = [list(player.named("parameters")) for player in self._players]
         windows = list(zip(*(player.net.windows for player in self._players), strict=True))
         is_weighted = any(window.sums for each in windows for window in each)
@@ -293,8 +253,7 @@ class Oracle:
                     param.grad = former if param.grad is None else param.grad + former
             over = len(params) if self._program.over_present else self._program.world_size
             mean, bound = _mean(params, windows, over, self._wire)
-            # On two ranks it is exact, whoever computes it: halves are, and a sum of two is rounded
-            # once.
+            # On two ranks it is exact: halves are exact, and a sum of two is rounded once.
             exact = (
                 self._program.world_size == 2
                 and not self._program.options.reduce_dtype
@@ -305,7 +264,7 @@ class Oracle:
                 self._bounds[name] = _NAMED * mean.abs().max().clamp(min=1.0).expand_as(mean)
             if former is not None:  # is taken out, and added again
                 if is_weighted and not any(each.items for window in windows for each in window):
-                    mean = former  # nothing is left of what has come since
+                    mean = former  # weights of zero: later gradients do not count
                 total = sum(each.grad.abs().double() for each in params if each.grad is not None)
                 eps = max(torch.finfo(each).eps for each in (former.dtype, self._wire))
                 self._bounds[name] = bound + (total + former.abs().double()) * _ROUNDINGS * eps
@@ -313,8 +272,6 @@ class Oracle:
                 self._largest = max(self._largest, float(mean.abs().max()) if mean.numel() else 0.0)
                 if mean.numel() >= _SMALLEST_QUANTIZED:
                     self._bounds[name] = torch.full(mean.shape, _QUANTIZED * self._largest)
-            if self._program.communication_hook == "fp16_compress_hook":
-                self._bounds[name] = _bound_in_fp16(params)
             grads = [param.grad for param in params]
             grads += [each.sums.get(p) for w in windows for p, each in zip(params, w, strict=True)]
             if any(grad is not None and grad.is_sparse for grad in grads):
@@ -332,7 +289,7 @@ class Oracle:
                         param.shape, contract_strides(param), dtype=param.dtype
                     )
                 else:
-                    # Another tensor: those that somebody holds are not reduced again.
+                    # A new tensor: gradients that the user holds do not change.
                     param.grad = param.grad.detach().clone(memory_format=torch.preserve_format)
                 param.grad.copy_(torch.zeros_like(mean) if own else mean)
         for player, used in zip(self._players, self._used, strict=True):
@@ -348,7 +305,7 @@ class Oracle:
             self._sync_buffers()
 
     def _expected(self, player: Player) -> list[Expected]:
-        """What the player has seen, with the gradients as they are after the reduction."""
+        """What the player has seen, with the gradients after the reduction."""
         gradients = _gradients_by_name(player)
         expected = []
         for entry in player.trace:
@@ -362,7 +319,7 @@ class Oracle:
                 bound = None
                 strides = None if entry.seen is None else entry.seen.strides
             if value is not None and entry.action in clips_to_rounding(self._program):
-                # (torch rounds the norm of a gradient in its dtype.)
+                # torch rounds the norm of a gradient in its dtype.
                 eps = max(torch.finfo(param.dtype).eps for param in player.network.parameters())
                 bound = value.abs().double() * _ROUNDINGS_OF_CLIPPED * eps
             expected.append(Expected(entry.place, value, bound, strides))
@@ -370,8 +327,8 @@ class Oracle:
 
 
 def contract_strides(param: Tensor) -> tuple[int, ...]:
-    """Strides of a gradient that had to be made: the parameter's if it is dense, else row-major."""
-    # Of a dense tensor torch keeps the memory order, of others it does not.
+    """The strides of a new gradient: the parameter's if it is dense, else row-major."""
+    # torch keeps the memory order only of a dense tensor.
     like = torch.empty_like(param, device="meta").stride()
     return like if like == param.stride() else torch.empty(param.shape, device="meta").stride()
 
@@ -379,13 +336,13 @@ def contract_strides(param: Tensor) -> tuple[int, ...]:
 def _mean(
     params: Sequence[Tensor], windows: Sequence[Sequence[Window]], size: int, wire: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The mean of the gradients of one parameter on all ranks, and how far off each element may be.
+    """The mean of the gradients of one parameter, and a bound of the error of each element.
 
     Args:
         params: the parameter on each rank that has inputs.
         windows: weighted backwards, each on each rank.
         size: what the sum is divided by where there are no weights.
-        wire: in which gradients travel, if it is narrower than they are.
+        wire: the dtype in which gradients are sent.
     """
     is_weighted = any(window.sums for each in windows for window in each)
     terms = list(map(dense, terms_of_mean(params, windows if is_weighted else [], size)))
@@ -399,18 +356,8 @@ def _mean(
     return mean, bound + max(info.tiny for info in infos)
 
 
-def _bound_in_fp16(params: Sequence[Tensor]) -> Tensor:
-    """How far off each element of the mean may be where gradients travel in half precision."""
-    info = torch.finfo(torch.float16)
-    terms = [param.grad.abs().double() for param in params if param.grad is not None]
-    eps = max(info.eps, torch.finfo(params[0].dtype).eps)
-    total = torch.stack(terms).sum(0)
-    bound = total / len(params) * _ROUNDINGS * eps + info.smallest_normal
-    return bound.masked_fill(total > info.max / 2, torch.inf)  # it may overflow
-
-
 def _is_weighted(params: Sequence[Tensor], windows: Sequence[Sequence[Window]]) -> bool:
-    """Whether a rank has a weighted gradient of this parameter."""
+    """Return True if a rank has a weighted gradient of this parameter."""
     return any(
         param in each.sums
         for of_ranks in windows
@@ -420,7 +367,7 @@ def _is_weighted(params: Sequence[Tensor], windows: Sequence[Sequence[Window]]) 
 
 @contextmanager
 def _reached(network: Network) -> Iterator[set[Tensor]]:
-    """The parameters that backwards reach meanwhile, also those that get no gradient."""
+    """Context: yield the set of parameters that backwards reach, even without a gradient."""
     came: set[Tensor] = set()
     params = [param for param in network.parameters() if param.requires_grad]
     with torch.enable_grad():

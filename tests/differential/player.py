@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,12 +19,12 @@ from differential.trace import Entry, Snapshot, Trace
 from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer, ddp
 
 RATE = 0.05
-SLOW = 0.001  # so that what goes on for long goes nowhere
-PAIRS = ((0, 1), (1, 2), (0, 2))  # of three ranks in a ring
+SLOW = 0.001  # a long program must not diverge
+TIMEOUT = 20.0  # seconds after which the ranks of a group give up
 
 
-def behind(net: Any) -> DistributedDataParallel | None:
-    """The wrapper of ours that it is, or that works behind it."""
+def wrapper_of(net: Any) -> DistributedDataParallel | None:
+    """The wrapper of tritonddp that ``net`` is, or that synchronizes it in place."""
     try:
         return ddp(net)
     except TypeError:
@@ -33,7 +32,7 @@ def behind(net: Any) -> DistributedDataParallel | None:
 
 
 def networks_of(program: Program, rank: int) -> list[Any]:
-    """What ``rank`` wraps."""
+    """The networks that ``rank`` wraps."""
     return PROGRAMS[program.named].make() if program.named else build(program, rank)
 
 
@@ -44,24 +43,20 @@ class Player:
         program: what is played.
         rank: as which rank.
         networks: before they are wrapped.
-        wrap: makes of one what has the methods of a wrapped one; its options come on top of the
-            program's.
+        wrap: wraps a network, with the options of the program and the given ones.
         groups: process groups that were made before, by their ranks and a number.
 
     Attributes:
-        networks: now; a :class:`Renew` puts another one into the place of the first.
-        wrapped: the wrappers in use, by title; ``"main"`` is the first one's. In a ring of pairs a
-            rank has two of three. They are the networks where those are replicated in place.
-        wrapper: the one of ours behind ``"main"``, which is asked what only ours knows; ``None``
-            for other classes, and in programs that know nothing of it.
+        wrapped: the wrappers in use, by title; ``"main"`` is the wrapper of the first network. If
+            the networks are replicated in place, these are the networks.
+        wrapper: the wrapper of tritonddp of ``"main"``; ``None`` for other classes, and in programs
+            that do not use the package's API.
         optimizer: of all networks.
-        outputs: of forwards that have had no backward, by number.
-        names: what the user has set on each wrapper, by its title and by name.
-        kept: what the user keeps: old wrappers, states.
-        held: gradients that a hook or the user has got hold of, and sees again at each step.
-        caught: gradients that hooks of this backward have got hold of, by parameter.
+        outputs: outputs whose backward has not run, by slot.
+        old_wrappers: wrappers that the user still holds.
+        held: gradients that the user keeps, and looks at in each step.
+        caught: gradients that hooks have got in this backward, by parameter.
         trace: what was seen so far.
-        metrics: what ``metrics()`` has said after each step.
         number: of the action that is played.
     """
 
@@ -76,18 +71,17 @@ class Player:
         self.program, self.rank, self.networks = program, rank, list(networks)
         self.wrapped: dict[str, Any] = {}
         self.outputs: dict[int, Output] = {}
-        self.names: dict[str, dict[str, Any]] = defaultdict(dict)
-        self.kept: dict[str, Any] = {}
+        self.old_wrappers: list[Any] = []
         self.held: list[Tensor] = []
         self.caught: dict[Tensor, Tensor] = {}
         self.trace: Trace = []
-        self.metrics: list[dict[str, Any]] = []
         self.number = 0
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if program.scaler else None
         self._wrap, self._groups = wrap, {} if groups is None else groups
         self._add_hooks(before=True)
         self._wrap_all()
-        self._begin()
+        self.wrapper = None if program.is_hostile else wrapper_of(self.net)
+        self.optimizer = self._make_optimizer()
+        self._add_hooks(before=False)
 
     @property
     def network(self) -> Network:
@@ -100,20 +94,11 @@ class Player:
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """Of all networks; of a shared encoder there is one of each."""
+        """The parameters of all networks; those of a shared encoder once."""
         return list(nn.ModuleList(self.networks).parameters())
 
-    @property
-    def is_manual(self) -> bool:
-        """Whether backwards end in ``finalize_backward()``."""
-        return self.program.is_manual and self.wrapper is not None
-
-    @property
-    def has_metrics(self) -> bool:
-        return self.wrapper is not None and bool(self.program.options.metrics)
-
     def perform(self, number: int) -> None:
-        """Action ``number`` of the program."""
+        """Perform action ``number`` of the program."""
         self.number = number
         # Not torch.manual_seed: it takes 1 ms to note its caller for devices that are not there.
         torch.default_generator.manual_seed(
@@ -122,42 +107,27 @@ class Player:
         self.program.actions[number].perform(self)
 
     def finish(self) -> None:
-        """All is done, and ``join()`` left: see the model once more."""
+        """After the last action, and after ``join()``: look at the model once more."""
         self.number = len(self.program.actions)
         if not self.program.named:
             self.see_model()
 
-    def forget_outputs(self) -> None:
-        """Those that nothing becomes of, and their graphs."""
-        self.outputs.clear()
-
-    def ask_metrics(self) -> None:
-        self.metrics.append(self.net.metrics())
-
     # Wrappers
 
     def _wrap_all(self) -> None:
-        """Each network; with groups of their own for two of them, or for each pair of ranks."""
-        groups: list[Any] = [None, None]
-        titles = ["main", "second"]
-        match self.program.wrappers:
-            case "two groups":
-                groups = [self.group(number) for number in range(2)]
-            case "ring of pairs":
-                titles = [f"pair {number}" for number in range(len(PAIRS))]
-                groups = [self.group(0, pair) for pair in PAIRS]
-            case "shared encoder":
-                titles = ["main", "critic"]
+        """Wrap each network; two networks may each have a group."""
+        has_groups = self.program.wrappers == "two groups"
+        groups = [self.group(number) for number in range(2)] if has_groups else [None, None]
+        titles = "main", "critic" if self.program.wrappers == "shared encoder" else "second"
         for title, network, group in zip(titles, self.networks, groups, strict=False):
-            if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                self.wrapped[title] = self.wrap(network, group)
+            self.wrapped[title] = self.wrap(network, group)
 
     def wrap(self, network: nn.Module, group: Any = None) -> Any:
-        """The network, wrapped with the options of the program, and maybe in another group."""
+        """Wrap a network with the options of the program, maybe in another group."""
         return self._wrap(network, **({} if group is None else {"process_group": group}))
 
     def group(self, number: int, ranks: tuple[int, ...] | None = None) -> Any:
-        """A process group of these ranks, of all by default: always the same one."""
+        """A process group of these ranks, by default of all: the same one in each call."""
         key = ranks or tuple(range(self.program.world_size)), number
         if key not in self._groups:
             limit = timedelta(seconds=TIMEOUT)
@@ -165,22 +135,9 @@ class Player:
         return self._groups[key]
 
     def group_of_this_rank(self) -> Any:
-        """One of this rank alone; all ranks have to ask for it."""
+        """A process group of this rank; all ranks must call this."""
         groups = [self.group(0, (rank,)) for rank in range(self.program.world_size)]
         return groups[self.rank]
-
-    def go_on_with(self, network: Network, net: Any) -> None:
-        """Another network and wrapper take the place of the first ones."""
-        self.networks[0], self.wrapped["main"] = network, net
-        self._begin()
-
-    def _begin(self) -> None:
-        net = self.wrapped.get("main")
-        self.wrapper = None if self.program.is_hostile else behind(net)
-        if self.is_manual:
-            self.wrapper.require_manual_backward_finalization = True
-        self.optimizer = self._make_optimizer()
-        self._add_hooks(before=False)
 
     def _add_hooks(self, before: bool) -> None:
         for block, kind, is_before in self.program.hooks:
@@ -213,7 +170,7 @@ class Player:
         return self.optimizer
 
     def add_group(self, params: list[Tensor]) -> None:
-        """The optimizer has these too from now on."""
+        """Add a group to the optimizer."""
         if params:
             self.optimizer.add_param_group({"params": [*params]})
             params.clear()
@@ -231,12 +188,12 @@ class Player:
     def batch(self, rows: int = 6) -> Tensor:
         if not self.program.is_hostile:
             return torch.randn(rows, WIDTH)
-        # In whatever mode. (On three ranks sums round otherwise: see networks.build().)
+        # As the network, see networks.build().
         dtype = torch.float32 if self.program.world_size == 2 else torch.float64
-        return torch.randn(rows, WIDTH, dtype=dtype, device="cpu")
+        return torch.randn(rows, WIDTH, dtype=dtype)
 
     def see(self, name: str, value: Any, kind: str = "value") -> None:
-        """A tensor, ``None``, or anything with a ``repr`` that says it all."""
+        """Note a tensor, ``None``, or a value that its ``repr`` describes completely."""
         if isinstance(value, Tensor):
             value = Snapshot.of(value)
         elif value is not None:
@@ -260,24 +217,21 @@ class Player:
                 self.see(f"gradient {number} that is held", gradient)
 
     def named(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Of all networks, whatever those say that they have."""
+        """The parameters or buffers of all networks."""
         for number, network in enumerate(self.networks):
-            for name, tensor in getattr(nn.Module, f"named_{kind}")(network):
+            for name, tensor in getattr(network, f"named_{kind}")():
                 yield f"{number}.{name}" if number else name, tensor
 
 
-TIMEOUT = 20.0  # seconds after which ranks of a group give each other up
-
-
 def _optimizer(name: str, rate: float) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Its class, and its options."""
+    """The class of the optimizer, and its options."""
     match name:
         case "SGD":
             return torch.optim.SGD, {"lr": rate}
         case "SGD with momentum":
             return torch.optim.SGD, {"lr": rate, "momentum": 0.9, "weight_decay": 0.01}
         case "Adam":
-            # Its steps follow the signs of tiny gradients: a large eps, or rounding would show.
+            # A small eps would amplify the rounding of tiny gradients.
             return torch.optim.Adam, {"lr": rate, "eps": 0.01}
         case _:
             return torch.optim.AdamW, {"lr": rate, "eps": 0.01, "foreach": False}

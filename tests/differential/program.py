@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Described:
-    """Base of dataclasses: ``str()`` is the call that makes it, without what is the default."""
+    """Base of dataclasses: ``str()`` is the call that makes it, without default values."""
 
     def __str__(self) -> str:
         given = [(each, getattr(self, each.name)) for each in fields(self)]  # type: ignore[arg-type]
@@ -30,13 +30,13 @@ class Described:
 
 @dataclass_transform()
 class Action(Described):
-    """One thing that every rank does, or the ranks that it names. Subclasses are dataclasses."""
+    """One thing that all ranks do, or only the ranks that it names. Subclasses are dataclasses."""
 
     def __init_subclass__(cls) -> None:
         dataclass(unsafe_hash=True)(cls)
 
     def perform(self, player: Player) -> None:
-        """Do it, as the player's rank."""
+        """Perform the action as the player's rank."""
         raise NotImplementedError
 
 
@@ -57,13 +57,6 @@ class NetworkSpec(Described):
     checkpoint: str = ""
     tied: bool = False  # whether the first two blocks, both linear, share their weight
     buffers: tuple[str, ...] = ()  # kinds of differential.networks.BUFFERS
-    written_in_forward: str = ""  # how the forward writes a buffer; "" is not at all
-    written_in_backward: str = ""  # how a hook of the backward does
-    quiet: int = 0  # the forwards before the first one that does
-    ignored: str = ""  # the block that each rank keeps for itself, by the names at wrapping
-    hides: bool = False  # whether the output hides its tensors, behind a reentrant checkpoint
-    made_later: bool = False  # whether the first forward makes a buffer of the rank's own values
-    overrides: str = ""  # which method it overrides, of differential.networks.OVERRIDES
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -80,10 +73,7 @@ class NetworkSpec(Described):
 
 @dataclass(frozen=True)
 class Options(Described):
-    """Arguments of the wrapper, by their names; ``None`` is left out.
-
-    ``process_group`` is ``"new"`` for another group of all ranks, ``device_mesh`` a flag.
-    """
+    """Arguments of the wrapper, by their names; ``None`` is left out."""
 
     bucket_cap_mb: float | None = None
     bucket_cap_mb_list: tuple[float, ...] | None = None
@@ -94,9 +84,6 @@ class Options(Described):
     forward_sync_buffers: bool | None = None
     broadcast_buffers: bool | None = None
     init_sync: bool | None = None
-    skip_all_reduce_unused_params: bool | None = None
-    process_group: str | None = None
-    device_mesh: bool | None = None
     check_finite: str | None = None
     metrics: bool | None = None
     lazy_bucket_allocation: bool | None = None
@@ -128,22 +115,21 @@ class Program(Described):
 
     Attributes:
         optimizer: ``"SGD"``, ``"SGD with momentum"``, ``"Adam"`` or ``"AdamW without foreach"``.
-        hooks: of users, each with the block whose first parameter has it (``""``: those that its
-            kind is for), the kind, of :data:`differential.actions.gradients.HOOKS`, and whether it
-            is put there before the network is wrapped.
-        thresholds: of the CPU path, in elements: from which mean size on gradients stay in their
-            bucket's memory, and the size of a segment. Small ones bring small networks there.
-        stock: options for stock DDP, ``None`` where it does not define the answer.
+        hooks: hooks of the user. Each has the block whose first parameter it is registered on
+            (``""``: the parameters in :data:`differential.actions.gradients.HOOKS`), its kind, and
+            whether it is registered before the network is wrapped.
+        thresholds: of the CPU path, in elements: the mean size from which gradients stay in their
+            bucket's memory, and the size of a segment. Small thresholds apply to small networks.
+        stock: options for stock DDP, ``None`` if stock DDP does not define the result.
         communication_hook: a key of :data:`differential.in_ranks.COMMUNICATION_HOOKS`, or ``""``.
-        delays: whether the gradients of the first head are delayed until that of the first
-            parameter of the first block is there.
-        counts: how many of the actions each rank has inputs for, inside ``join()``; ``None`` where
-            all have inputs for all, without it.
-        groups: what the optimizer is given: ``""`` or ``"all"``: all parameters; ``"two"`` groups;
-            ``"some"``: not those of the first block; ``"later"``: those of the heads after the
-            first step. Where it is not ``""``, those of a new block are a group that is added.
-        roots: of hostile programs: where actions are from, of :data:`kinds.hostile.ROOTS`.
-        forwards_names: whether the wrapper is of a subclass that hands names on to the module.
+        delays: whether the gradients of the first head are delayed until the gradient of the first
+            parameter of the first block is ready.
+        counts: for how many actions each rank has inputs, inside ``join()``; ``None`` without
+            ``join()``.
+        groups: what the optimizer gets: ``""`` or ``"all"``: all parameters; ``"two"`` groups;
+            ``"some"``: all but the first block; ``"later"``: the heads after the first step.
+            Unless it is ``""``, the parameters of a new block are added as a group.
+        roots: of hostile programs: the subjects of the actions, of :data:`kinds.hostile.ROOTS`.
         named: the named program that is played, of :data:`differential.named.PROGRAMS`.
     """
 
@@ -161,12 +147,9 @@ class Program(Described):
     delays: bool = False
     counts: tuple[int, ...] | None = None
     over_present: bool = False  # whether the mean there is over the ranks that still have inputs
-    scaler: bool = False  # whether there is a gradient scaler
-    is_manual: bool = False  # whether backwards end in finalize_backward()
     groups: str = ""
     roots: tuple[str, ...] = ()
     wrappers: str = "one network"  # how many there are, of kinds.hostile.WRAPPERS
-    forwards_names: bool = False
     named: str = ""
 
     @property
@@ -176,7 +159,7 @@ class Program(Described):
 
     @property
     def is_hostile(self) -> bool:
-        """Whether it knows nothing of this package: stock DDP alone says what is right."""
+        """Whether the program does not use this package's API: stock DDP is the only judge."""
         return self.kind == "hostile"
 
     def where(self, number: int) -> str:
@@ -185,14 +168,14 @@ class Program(Described):
 
     @property
     def command(self) -> str:
-        """What plays it again."""
+        """The command that plays the program again."""
         return (
             f"python tests/differential/run.py --kind {self.kind} --seed {self.seed} "
             f"--world {self.world_size} -v"
         )
 
     def __str__(self) -> str:
-        """Each action has a line of its own."""
+        """One action per line."""
         lines = [Described.__str__(replace(self, actions=()))]
         lines += [f"  {number:3} {action}" for number, action in enumerate(self.actions)]
         return "\n".join(lines)

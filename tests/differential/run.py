@@ -1,27 +1,25 @@
-"""Play random programs until one shows a difference, or play one of them again.
+"""Play random programs until one shows a difference, or play a program again.
 
-python tests/differential/run.py --seed 123 --world 2 -v     one, with all it does
-python tests/differential/run.py --seconds 600 --world 3     many
-python tests/differential/run.py --kind sharded --count 500    with a sharded optimizer
-python tests/differential/run.py --kind hostile --count 3000   hard on a clever wrapper
+python tests/differential/run.py --seed 123 --world 2 -v           one program, and print it
+python tests/differential/run.py --seconds 600 --world 3           many
+python tests/differential/run.py --kind hostile --count 3000       difficult for a wrapper
 python tests/differential/run.py --kind short --length 3 --config views   all of up to three events
-python tests/differential/run.py --kind short --length 5 --sample 2000 --seed 1   some to five
-python tests/differential/run.py --kind short --config hidden+views --world 3 --only FBS   one
-python tests/differential/run.py --mutation no_average       with a planted fault
-python tests/differential/run.py --steps 10000               long ones: does anything pile up?
+python tests/differential/run.py --kind short --length 5 --sample 2000    some of up to five
+python tests/differential/run.py --kind short --config bare --only FBS    one
+python tests/differential/run.py --mutation no_average             with a planted fault
+python tests/differential/run.py --steps 10000                     long programs: does memory grow?
 """
 
 import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-# In front of the folder of this file, whose modules are those of a package; the package that is
-# played behind PYTHONPATH, which may name that of another tree.
+# Not the folder of this file, whose modules are those of a package. The package that is played is
+# found in PYTHONPATH, which may name another tree.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import distributed  # noqa: F401  which puts its tree in front of all
+import distributed  # noqa: F401  which puts its tree first
 
 sys.path.insert(2 + len(os.environ.get("PYTHONPATH", "").split(os.pathsep)), sys.path.pop(0))
 
@@ -34,8 +32,7 @@ from differential.kinds import KINDS, program_of
 from differential.mutations import MUTATIONS
 from differential.short import run as short
 
-# Played by the same processes, one after the other.
-_BATCH = {"hostile": 50}
+BATCH = 50  # programs that the same processes play, if they are short
 SHORT = "short"
 
 
@@ -43,24 +40,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, help="the first one")
     parser.add_argument("--count", type=int, help="how many, by default 1 with a --seed")
-    parser.add_argument("--seconds", type=float, help="play until they are over")
+    parser.add_argument("--seconds", type=float, help="stop after this time")
     parser.add_argument("--world", type=int, choices=[2, 3, 4], default=2, help="number of ranks")
-    parser.add_argument(
-        "--kind",
-        choices=[*KINDS, SHORT],
-        default="usual",
-        help="sharded: with a sharded optimizer; hostile: hard on a wrapper; short: a few events",
-    )
+    parser.add_argument("--kind", choices=[*KINDS, SHORT], default="usual")
     parser.add_argument(
         "--wrapper",
         choices=sorted(WRAPPERS),
         default=OURS,
-        help="of hostile and short programs: stock's own show a fault of the generator",
+        help="of hostile and short programs; a difference of stock is a fault of the generator",
     )
     parser.add_argument("--mutation", choices=sorted(MUTATIONS), help="plant this fault")
-    parser.add_argument("--compiled", action="store_true", help="ours by torch.compile")
-    parser.add_argument("--keep-going", action="store_true", help="after a difference too")
-    parser.add_argument("--steps", type=int, help="long ones, of so many steps together")
+    parser.add_argument("--keep-going", action="store_true", help="also after a difference")
+    parser.add_argument("--steps", type=int, help="play long programs of this many steps together")
     parser.add_argument("-v", action="store_true", help="print each program")
     short.add_arguments(parser)
     arguments = parser.parse_args()
@@ -73,32 +64,24 @@ def main() -> int:
     count = arguments.count
     if count is None and arguments.seconds is None:
         count = 1 if arguments.seed is not None else 100
-    start = told = time.monotonic()
+    start = time.monotonic()
     played = found = drawn = 0
     while count is None or drawn < count:
         if arguments.seconds is not None and time.monotonic() - start > arguments.seconds:
             break
-        batch = _BATCH.get(kind, 10)
+        batch = BATCH if kind == "hostile" else 10
         size = batch if count is None else min(batch, count - drawn)
-        seeds: Sequence[int] = range(seed + drawn, seed + drawn + size)
+        seeds = range(seed + drawn, seed + drawn + size)
         programs = [program_of(kind, each, world_size) for each in seeds]
         programs = [each for each in programs if is_of(arguments.wrapper, each)]
         for each in programs if arguments.v else ():
             print(each, flush=True)
-        for difference in differences(
-            [each.seed for each in programs],
-            world_size,
-            kind,
-            arguments.mutation,
-            arguments.compiled,
-            arguments.wrapper,
-        ):
+        seeds_of = [each.seed for each in programs]
+        options = arguments.mutation, arguments.wrapper
+        for difference in differences(seeds_of, world_size, kind, *options):
             found += 1
             print(f"\n{difference}\n", flush=True)
         drawn, played = drawn + size, played + len(programs)
-        if time.monotonic() - told > 60:
-            told = time.monotonic()
-            print(f"{played} programs, {found} differ, next is seed {seed + drawn}", flush=True)
         if found and not arguments.keep_going:
             break
     taken = time.monotonic() - start

@@ -1,4 +1,4 @@
-"""Random programs cannot tell tritonddp from stock DDP, or from one process that does it all."""
+"""Random programs see the same with tritonddp, stock DDP, and one process that plays all ranks."""
 
 from typing import Any
 
@@ -7,13 +7,12 @@ import torch
 
 from differential import named
 from differential.comparison import differences
-from differential.in_ranks import WRAPPERS, is_of
+from differential.in_ranks import is_of
 from differential.kinds import program_of
 from differential.kinds.named import VARIANTS
-from differential.mutations import MUTATIONS, OF_SHARDED, is_broken, planted
-from differential.wrappers import FAULTS
+from differential.mutations import MUTATIONS, OF_SHARDED, is_broken
 
-# How many programs of each kind are played on how many ranks, and how many by the same processes.
+# How many programs of each kind are played, by number of ranks, and how many by the same processes.
 PROGRAMS = {
     "usual": {1: 10, 2: 220, 3: 120},
     "sharded": {2: 60, 3: 40},
@@ -21,12 +20,12 @@ PROGRAMS = {
     "named": {2: len(VARIANTS) * len(named.PROGRAMS), 3: 2 * len(named.PROGRAMS)},
 }
 BATCH = {"usual": 10, "sharded": 10, "hostile": 30, "named": 30}
-# Within how many programs a planted fault is found, and a wrapper with a fault.
+# A fault is found in the first programs.
 ENOUGH, ENOUGH_OF_HOSTILE = 80, 90
 
 
 def batches(kind: str) -> list[Any]:
-    """Number of ranks, and seeds; those of hostile programs that are quick are said."""
+    """Number of ranks, and seeds; the first batches of hostile programs are quick."""
     return [
         pytest.param(
             world_size,
@@ -74,23 +73,12 @@ def test_named_programs_see_the_mean_of_what_each_rank_computes(
 
 @pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("wrapper", ["in-place", "stock"])
-def test_hostile_programs_see_the_same_in_place_and_under_stock_twice(
-    wrapper: str, world_size: int
-) -> None:
-    """In place where the contract is the same."""
-    seeds = range(150 if wrapper == "in-place" else 30)
-    chosen = [each for each in seeds if is_of(wrapper, program_of("hostile", each, world_size))]
+def test_hostile_programs_see_the_same_in_place(world_size: int) -> None:
+    """Programs whose result must be the same in place."""
+    programs = (program_of("hostile", seed, world_size) for seed in range(150))
+    chosen = [each.seed for each in programs if is_of("in-place", each)]
     assert len(chosen) > 15
-    assert_none(chosen, world_size, "hostile", wrapper=wrapper)
-
-
-@pytest.mark.long
-@pytest.mark.sampled(6, 1)
-@pytest.mark.parametrize("seeds", [range(first, first + 5) for first in range(0, 30, 5)], ids=str)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_random_programs_see_the_same_as_one_graph(world_size: int, seeds: range) -> None:
-    assert_none(seeds, world_size, compiled=True)
+    assert_none(chosen, world_size, "hostile", wrapper="in-place")
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
@@ -103,18 +91,10 @@ def test_a_planted_fault_is_found(mutation: str) -> None:
     assert not is_broken(first.what), first.what
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
-@pytest.mark.quick
-def test_what_a_fault_replaces_is_there(mutation: str) -> None:
-    with planted(mutation):
-        pass
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrapper_with_a_fault_is_found(fault: str) -> None:
-    assert fault in WRAPPERS
+def test_a_wrapper_with_a_fault_is_found() -> None:
     batches = (range(first, first + 30) for first in range(0, ENOUGH_OF_HOSTILE, 30))
+    fault = "BuffersOfVersions"
     found = (
         each
         for seeds in batches

@@ -1,7 +1,7 @@
-"""What stock DDP makes of the named programs: ``named/README.md`` says it, and this proves it.
+"""The outcomes of the named programs under stock DDP are those of ``named/README.md``.
 
-Each runs with stock DDP on two ranks, once without and once with ``find_unused_parameters=True``,
-and is judged by the oracle that judges ours.
+Each program runs with stock DDP on two ranks, without and with ``find_unused_parameters=True``, and
+is compared with the oracle.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from differential.named import PROGRAMS
 from differential.named.table import ERRORS, HANGS, RIGHT, TWICE, TWICE_HANGS, WRONG
 from differential.trace import Trace
 
-# The page is about torch 2.13.
+# The page describes torch 2.13.
 HAS_FORWARD_SYNC_BUFFERS = (
     "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 )
 
 
 class Stock(DistributedDataParallel):
-    """Programs that need what stock lacks show their outcome without it."""
+    """Stock DDP with the methods of tritonddp, which do nothing."""
 
     def weighted(self, n: float, reduction: str = "mean") -> Any:
         return contextlib.nullcontext()
@@ -45,7 +45,7 @@ class Stock(DistributedDataParallel):
 
 
 def played_by_stock(name: str, finds_unused: bool) -> Trace | str:
-    """What this rank saw, or the error that it had."""
+    """What this rank saw, or its error."""
     program = program_of("named", [*PROGRAMS].index(name), 2)
     options = program.options
     if finds_unused:
@@ -61,7 +61,7 @@ def played_by_stock(name: str, finds_unused: bool) -> Trace | str:
 
 
 def outcome(name: str, results: Sequence[Trace | str]) -> str:
-    """One for all ranks: an error of one outweighs what the others saw because of it."""
+    """The outcome of all ranks: the error of one causes what the others saw."""
     errors = [each for each in results if isinstance(each, str)]
     if not errors:
         program = program_of("named", [*PROGRAMS].index(name), 2)

@@ -1,6 +1,5 @@
-"""A short soak finds nothing, and one with a planted leak or a wrong sum does."""
+"""A short soak finds nothing, and a soak with a planted leak or a wrong sum does."""
 
-import os
 from unittest.mock import patch
 
 import pytest
@@ -20,18 +19,11 @@ def test_nothing_grows_or_drifts_over_some_steps() -> None:
     assert report.lives > 3
 
 
-@pytest.mark.long
-@ranks(2, timeout=240)
-def test_an_open_file_in_each_step_is_found() -> None:
-    report = soak.soak(2, 90, after_step=lambda _: os.open(os.devnull, os.O_RDONLY))
-    assert any("files" in each for each in report.grown), report.grown
-
-
 @ranks(2, timeout=240)
 def test_a_mean_that_is_wrong_in_its_last_bit_is_found() -> None:
-    """The mean of the oracle, since either may be wrong."""
+    """The mean of the oracle: it does not matter which side is wrong."""
     first = ((seed, next(soak.lives(seed, 40))[0]) for seed in range(20))
-    # A program in which a mean of two ranks is exact from the first step on.
+    # A program whose means of two ranks are exact.
     exact = next(
         seed
         for seed, life in first
@@ -44,28 +36,28 @@ def test_a_mean_that_is_wrong_in_its_last_bit_is_found() -> None:
         found, bound = mean(*args)
         return found * (1 + torch.finfo(found.dtype).eps), bound
 
-    found = pytest.raises(soak.Failed, match=r"step \d, life 1: tritonddp, rank 0, after action")
+    found = pytest.raises(soak.Failed, match=r"step \d, wrapper 1: tritonddp, rank 0, after action")
     with patch.object(oracle, "_mean", wrong), found:
         soak.soak(exact, 40)
 
 
-def test_what_grows_is_found() -> None:
-    """Memory by more than a hundredth, files at all, objects by more than a few."""
+def test_growth_is_found() -> None:
+    """Memory that grows by more than a hundredth, any more files, many more objects."""
 
     def grown(memory: float = 0.0, files: float = 0.0, objects: float = 0.0) -> list[str]:
         footprints = [
             Footprint(
-                *(step, None, 0, int(1e8 * (1 + memory * step / 10_000))),
+                *(step, 0, 0, int(1e8 * (1 + memory * step / 10_000))),
                 *(int(8 + files * step), 4, 100, int(1000 + objects * step)),
             )
             for step in range(0, 10_001, 100)
         ]
-        return list(complaints(footprints, 2500, 10_000))
+        return list(complaints(footprints, 10_000))
 
     assert grown(memory=0.019, objects=0.01) == []
     (found,) = grown(memory=0.03)
     assert "memory grew by 1.4" in found
     (found,) = grown(files=1)
-    assert "the number of files between wrappers changed: 2508 after step 2500" in found
+    assert "the number of files changed: 2508 after step 2500" in found
     (found,) = grown(objects=1)
-    assert "more objects between wrappers after step 10000 than after 2500" in found
+    assert "more objects after step 10000 than after 2500" in found

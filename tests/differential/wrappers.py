@@ -1,14 +1,13 @@
-"""Stock DDP with a fault: what the programs have to find, whatever the package does."""
+"""Stock DDP with a fault, which programs must find."""
 
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as Stock
 
 
 class BuffersOfVersions(Stock):
-    """Buffers that autograd has not seen written are not broadcast."""
+    """Buffers whose version has not changed are not broadcast. Hostile programs find it."""
 
     def _sync_buffers(self) -> None:
         versions = [buffer._version for buffer in self.module.buffers()]
@@ -17,41 +16,8 @@ class BuffersOfVersions(Stock):
         self._versions = [buffer._version for buffer in self.module.buffers()]
 
 
-class GradientsAreOthers(Stock):
-    """``.grad`` is another tensor than autograd has made."""
-
-    def __init__(self, module: Any, **options: Any) -> None:
-        super().__init__(module, **options)
-
-        def replace(param: Tensor) -> None:
-            if param.grad is not None:
-                param.grad = param.grad.clone()
-
-        for param in module.parameters():
-            param.register_post_accumulate_grad_hook(replace)
-
-
-class UsesAName(Stock):
-    """An attribute that users may set."""
-
-    def __init__(self, module: Any, **options: Any) -> None:
-        super().__init__(module, **options)
-        self.sync = True
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.sync is True
-        return super().forward(*args, **kwargs)
-
-
-class ABucketForEach(Stock):
-    """Each parameter leaves as soon as it is there, whatever others there are on other ranks."""
-
-    def __init__(self, module: Any, **options: Any) -> None:
-        super().__init__(module, **options | {"bucket_cap_mb": 1e-6})
-
-
 class MadeInTheFirstForward(Stock):
-    """What is kept is made in the first forward, in whatever mode that runs."""
+    """A tensor is made in the first forward, in any mode. Short programs find it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(self, "_kept"):
@@ -59,10 +25,4 @@ class MadeInTheFirstForward(Stock):
         return super().forward(*args, **kwargs) * self._kept
 
 
-FAULTS = {
-    cls.__name__: cls
-    for cls in (
-        *(BuffersOfVersions, GradientsAreOthers, UsesAName, ABucketForEach),
-        MadeInTheFirstForward,
-    )
-}
+FAULTS = {cls.__name__: cls for cls in (BuffersOfVersions, MadeInTheFirstForward)}

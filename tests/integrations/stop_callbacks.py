@@ -1,4 +1,4 @@
-"""Trains with a trainer whose callback stops all ranks: the last rank gets SIGTERM in a step.
+"""Train with a trainer whose callback stops all ranks: the last rank gets SIGTERM in a step.
 
     torchrun --standalone --nproc-per-node 2 tests/integrations/stop_callbacks.py lightning FOLDER
 

@@ -18,7 +18,6 @@ from tritonddp.integrations.accelerate import use_tritonddp
 from tritonddp.integrations.signals import should_stop
 from tritonddp.integrations.strategies import lightning_class
 
-THOROUGH = pytest.mark.thorough
 ENV = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 NEEDED = {
     "lightning": ["lightning", "pytorch_lightning"],  # one of them
@@ -45,8 +44,10 @@ def output(script: str, *words: str | Path) -> str:
     [
         ("zero.py", (), "30", 1.0),
         ("lightning_trainer.py", ("lightning",), "30", 1.0),
-        # The Trainer of transformers wraps by Accelerate too.
-        pytest.param("accelerate_script.py", ("accelerate",), "20", 1.0, marks=THOROUGH),
+        # Accelerate wraps for the Trainer of transformers too.
+        pytest.param(
+            *("accelerate_script.py", ("accelerate",), "20", 1.0), marks=pytest.mark.thorough
+        ),
         ("huggingface_trainer.py", ("transformers", "accelerate"), "16", 3.43),
     ],
 )
@@ -63,13 +64,6 @@ def test_an_example_ends_where_it_ends_with_stock(
     assert losses[0] == losses[1]
     assert float(losses[1]) < below  # the loss of a model that knows only the frequencies
     assert "largest difference of the final parameters, stock to triton: 0\n" in shown
-    if example == "zero.py":
-        line = r"^bytes of optimizer state: rank 0 (\d+), rank 1 (\d+); with plain AdamW each rank "
-        found = re.findall(rf"{line}(\d+)$", shown, re.MULTILINE)
-        assert len(found) == 2  # torch's class and tritonddp's
-        for first, second, whole in (map(int, each) for each in found):
-            assert first + second == whole
-            assert max(first, second) < 0.7 * whole  # one convolution has 63 % of all elements
 
 
 @pytest.mark.long
@@ -77,20 +71,19 @@ def test_an_example_ends_where_it_ends_with_stock(
 def test_all_ranks_save_and_stop_and_the_next_run_resumes(trainer: str, tmp_path: Path) -> None:
     skip_without(trainer)
     shown = output("tests/integrations/stop_callbacks.py", trainer, tmp_path)
-    # Lines of two ranks may end up in one.
+    # Two ranks may print into one line.
     found = [json.loads(each) for each in re.findall(r'\{"stopped".*?\}', shown)]
     completed = STRUCK + 1
     assert found == [{"stopped": completed, "resumed": completed, "ended": STEPS}] * 2
 
 
-@pytest.mark.parametrize("model", [3, None])
-def test_a_model_that_is_not_wrapped_is_named(model: Any) -> None:
-    with pytest.raises(TypeError, match=rf"has a builtins\.{type(model).__name__}: use an adapter"):
-        should_stop(model)
+def test_a_model_that_is_not_wrapped_is_named() -> None:
+    with pytest.raises(TypeError, match=r"has a builtins\.int: use an adapter"):
+        should_stop(3)
 
 
 class Accelerator:
-    """As Accelerate's: it looks the class up when it wraps."""
+    """As the class of Accelerate, it looks up torch's class when it wraps."""
 
     def __init__(self) -> None:
         self._models: list[Any] = []
@@ -122,28 +115,16 @@ def test_an_object_that_is_not_a_fresh_accelerator_is_refused() -> None:
         use_tritonddp(accelerator)
 
 
-@pytest.mark.parametrize(
-    ("library", "modules", "text"),
-    [
-        ("lightning", "lightning lightning.pytorch pytorch_lightning", "lightning"),
-        (
-            "fabric",
-            "lightning lightning.fabric lightning_fabric",
-            r"lightning \(or lightning-fabric",
-        ),
-        ("transformers", "transformers", "transformers"),
-    ],
-)
 @pytest.mark.quick
 def test_a_missing_library_is_named(
-    monkeypatch: pytest.MonkeyPatch, library: str, modules: str, text: str
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     imported = [name for name in sys.modules if "lightning" in name.partition(".")[0]]
-    for name in (*modules.split(), *imported):
+    for name in ("lightning", "lightning.pytorch", "pytorch_lightning", *imported):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, f"tritonddp.integrations.{library}", raising=False)
-    with pytest.raises(ImportError, match=f"pip install {text}"):
-        importlib.import_module(f"tritonddp.integrations.{library}")
+    monkeypatch.delitem(sys.modules, "tritonddp.integrations.lightning", raising=False)
+    with pytest.raises(ImportError, match="pip install lightning"):
+        importlib.import_module("tritonddp.integrations.lightning")
 
 
 def test_a_missing_dependency_of_an_installed_library_is_named(

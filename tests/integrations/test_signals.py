@@ -1,4 +1,4 @@
-"""``stop_on_signal``: the first signal asks all ranks to stop, the second does as before."""
+"""``stop_on_signal``: the first signal asks all ranks to stop, the second calls the old handler."""
 
 import gc
 import os
@@ -36,7 +36,7 @@ class Asked:
 
 @pytest.fixture
 def asked() -> Iterator[Asked]:
-    """A wrapper; at the end all handlers are those from before."""
+    """A wrapper. In the end all handlers must be the same as before."""
     before = {each: signal.getsignal(each) for each in (USR1, USR2, TERM, INT)}
     stand_in: Any = Asked()
     gc.collect()  # wrappers of other tests
@@ -160,12 +160,12 @@ def test_sigterm_twice_ends_the_process_and_once_a_forked_one(asked: Asked) -> N
 
     assert end_of(is_asked_twice) == (TERM, "asked 1")
     with tritonddp.stop_on_signal():
-        # As Pool.terminate() sends it, which waits for its workers.
+        # As Pool.terminate() does, which waits for its workers.
         assert end_of(lambda: os.kill(os.getpid(), TERM)) == (TERM, "")
     assert asked.count == 0
 
 
-# torchrun sends a signal to the process group of each rank, which has the workers of its loader.
+# torchrun sends a signal to the process group of each rank: to the workers of its loader, too.
 SHIELDED = """
 import multiprocessing, os, signal, sys
 import torch
@@ -193,7 +193,7 @@ def play(number, method, is_persistent, is_before):
         iterator = iterator or iter(loader)
         workers, seen = iterator._workers, []
         for each in iterator:
-            if len(seen) == 3:  # all have begun
+            if len(seen) == 3:  # all workers have begun
                 os.killpg(os.getpgrp(), number)
             seen.append(each)
         asked = len(DDPState.stop_requests)
@@ -217,7 +217,7 @@ if __name__ == "__main__":
 
 
 def shielded(folder: Path, *cases: Any, words: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the script, in a process group of its own."""
+    """Run the script in a new process group."""
     script = folder / "script.py"  # spawned processes import it
     script.write_text(SHIELDED)
     numbered = repr([(int(number), *rest) for number, *rest in cases])
@@ -234,7 +234,7 @@ FORKED = [(TERM, "fork", False, False), (TERM, "fork", True, True), (USR1, "fork
         pytest.param([(TERM, "spawn", True, False)], id="spawned"),
     ],
 )
-def test_a_signal_to_the_group_leaves_workers_of_loaders_at_work(
+def test_a_signal_to_the_group_does_not_end_the_workers_of_loaders(
     cases: list[Any], tmp_path: Path
 ) -> None:
     done = shielded(tmp_path, *cases)
@@ -245,7 +245,7 @@ def test_a_signal_to_the_group_leaves_workers_of_loaders_at_work(
 
 @pytest.mark.long
 def test_workers_that_cannot_be_shielded_are_named(tmp_path: Path) -> None:
-    """SIGWINCH ends nobody."""
+    """SIGWINCH ends no process."""
     done = shielded(tmp_path, (signal.SIGWINCH, "spawn", False, True))
     assert "spawn True 1 [False, False]" in done.stdout, done.stderr[-3000:]
     assert re.search(
@@ -270,10 +270,10 @@ def test_a_handler_that_cannot_be_set_or_restored_is_refused(
     monkeypatch.setattr(signal, "signal", refuse)
     with pytest.raises(OSError, match="on purpose"):
         tritonddp.stop_on_signal(USR1, USR2)
-    monkeypatch.undo()  # the handler of SIGUSR1 is gone too: see the fixture
+    monkeypatch.undo()  # the fixture checks that the handler of SIGUSR1 is removed too
 
 
-def test_workers_end_with_their_parent_and_survive_a_signal_of_their_own(tmp_path: Path) -> None:
+def test_workers_end_with_their_parent_and_survive_a_signal_to_them(tmp_path: Path) -> None:
     done = shielded(tmp_path, (USR1, "fork", False, False), words="individually killed")
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     first, pids = done.stdout.splitlines()

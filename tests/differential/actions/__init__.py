@@ -1,11 +1,9 @@
-"""What a rank does: each action is a dataclass whose ``perform`` does it.
+"""The actions of a program: dataclasses whose ``perform`` is called on each rank.
 
-training    forwards, backwards, steps, and what changes the network between them
-misuse      calls that are refused, on some ranks
-probes      backwards through the module, by one rank alone, or a few on each
-buffers     buffers written in any way at any moment
-gradients   users that hold, copy, mark, free and change gradients
+training    forwards, backwards, steps, and changes of the network between them
+probes      backwards that bypass the wrapper, on one rank or on some
+buffers     buffers that some ranks write
+gradients   users that hold, copy, free and change gradients
 wrapping    another wrapper of the same module, and an old one that is still held
-names       the user's attributes on the wrapper
-modes       inference_mode, default dtypes and devices, modes that count
+named       a step of a named program
 """

@@ -22,7 +22,7 @@ class NamedStep(Action):
     name: str  # of PROGRAMS
     step: int
     drops: bool = True  # whether the gradients of the step before are dropped
-    accumulates: bool = False  # whether a microbatch comes before each reduced backward
+    accumulates: bool = False  # whether a microbatch runs before each reduced backward
 
     def perform(self, player: Player) -> None:
         program, nets = PROGRAMS[self.name], [*player.wrapped.values()]

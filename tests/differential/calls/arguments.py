@@ -1,4 +1,4 @@
-"""Arguments for public calls, and modules to wrap: valid, nearly valid, absurd."""
+"""Arguments of public calls, and modules to wrap: valid, almost valid, absurd."""
 
 import math
 from collections.abc import Callable
@@ -11,25 +11,13 @@ from torch import Tensor, nn
 WIDTH = 4
 
 
-class Plain:
-    """An object of no use."""
-
-    def __repr__(self) -> str:
-        return "Plain()"
-
-
 class Falls:
-    """An object that cannot be asked anything."""
+    """An object without a truth value, a length or a comparison."""
 
-    def __bool__(self) -> bool:
-        raise TypeError("Falls has no truth value")
+    def _fall(self, *_: object) -> Any:
+        raise TypeError("Falls does not support this")
 
-    def __len__(self) -> int:
-        raise TypeError("Falls has no length")
-
-    def __eq__(self, other: object) -> bool:
-        raise TypeError("Falls cannot be compared")
-
+    __bool__ = __len__ = __eq__ = _fall  # type: ignore[assignment]
     __hash__ = None  # type: ignore[assignment]
 
 
@@ -58,21 +46,17 @@ def numbers() -> st.SearchStrategy[Any]:
 
 
 def absurd() -> st.SearchStrategy[Any]:
-    """Anything but what is wanted, mostly."""
+    """Mostly invalid values."""
     return st.one_of(
         st.none(),
         numbers(),
         st.sampled_from(["", "int8", "mean", "weight", "*", "é\0", b"", b"x"]),
         st.sampled_from([torch.float16, torch.int8, torch.device("meta"), torch.strided]),
-        st.sampled_from([int, nn.Linear, len, print, Plain, nn.Module]),
-        st.builds(list),
-        st.builds(dict),
+        st.sampled_from([int, nn.Linear, len, nn.Module]),
         st.builds(lambda: [None]),
         st.builds(lambda: {"a": 1, 2: "b"}),
-        st.builds(lambda: {("a",): torch.ones(1)}),
         st.builds(lambda: (each for each in range(3))),
-        st.builds(lambda: iter([("a", 1)])),
-        st.builds(Plain),
+        st.builds(object),
         st.builds(Falls),
         st.builds(lambda: nn.Linear(3, 3)),
         st.builds(lambda: nn.Parameter(torch.ones(2))),
@@ -89,7 +73,7 @@ def flags() -> st.SearchStrategy[Any]:
 
 
 class Net(nn.Module):
-    """Two layers and a buffer; what it returns besides is up to ``also``."""
+    """Two layers and a buffer; it also returns its other arguments."""
 
     def __init__(self, dtype: torch.dtype = torch.float64, **more: Tensor) -> None:
         super().__init__()
@@ -119,7 +103,7 @@ def _changed(change: Callable[[Net], object]) -> Callable[[], nn.Module]:
 
 
 def _compute(net: Net) -> None:
-    """The parameter is replaced by something computed."""
+    """Replace a parameter by a computed tensor."""
     del net.head.weight
     net.head.weight = torch.ones(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True) * 2
 
@@ -129,11 +113,10 @@ def _ignoring(names: Any) -> Callable[[], nn.Module]:
 
 
 def modules() -> st.SearchStrategy[nn.Module]:
-    """Valid ones, and some that cannot be wrapped."""
-    ignored: list[Any] = [["body.weight"], ["nothing"], 3, [None, 3]]
+    """Valid modules, and modules that cannot be wrapped."""
+    ignored: list[Any] = [["body.weight"], 3, [None, 3]]
     makers: list[Callable[[], nn.Module]] = [
         *[Net] * 3,
-        lambda: Net(torch.float32),
         lambda: Net(torch.bfloat16),
         lambda: Net(torch.complex64),
         *map(_ignoring, ignored),
@@ -146,7 +129,6 @@ def modules() -> st.SearchStrategy[nn.Module]:
         _changed(_compute),
         nn.Module,
         lambda: nn.LazyLinear(3),
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)),
         lambda: nn.Embedding(5, 3, sparse=True),
     ]
     return st.sampled_from(makers).map(lambda make: make())

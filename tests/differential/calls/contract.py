@@ -1,4 +1,4 @@
-"""Which exceptions a call may raise: those of its docstring, raised on purpose."""
+"""The exceptions that a call may raise: those of its docstring, by a ``raise`` of the library."""
 
 import builtins
 import inspect
@@ -16,11 +16,11 @@ _LIBRARY = Path(tritonddp.__file__).parent
 
 
 class Undocumented(AssertionError):
-    """A call has raised what its docstring does not document, or by accident."""
+    """A call has raised an exception that its docstring does not document, or by accident."""
 
 
 class Users(Exception):
-    """What functions of a user raise in these tests: it passes through the library."""
+    """An exception of a function of the user."""
 
 
 def raises(documented: Any) -> tuple[type[BaseException], ...]:

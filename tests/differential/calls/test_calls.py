@@ -17,7 +17,7 @@ from differential.calls.contract import only_documented
 from differential.calls.methods import CALLS, OPTIONS, constructor_options
 from tritonddp import DistributedDataParallel
 
-# TRITONDDP_FUZZ=2000 draws so many in each test, others each time. CI draws a few, always the same.
+# With TRITONDDP_FUZZ=2000 each test draws 2000 examples, different ones in each run.
 MANY = os.environ.get("TRITONDDP_FUZZ")
 EXAMPLES = settings(
     max_examples=int(MANY or 40),
@@ -29,7 +29,7 @@ EXAMPLES = settings(
     suppress_health_check=list(HealthCheck),
     print_blob=MANY is not None,
 )
-# Calls after which a wrapper is not as it was: a hook that was registered stays.
+# Calls that change the wrapper: a registered hook stays.
 STAYS = {"register_comm_hook", "_register_fused_optim", "_register_builtin_comm_hook"}
 
 pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.filterwarnings("ignore")]

@@ -1,13 +1,13 @@
-"""The kinds of programs: each is a module that draws one for each seed.
+"""The kinds of programs: each is a module that draws a program for each seed.
 
-usual     whatever stock DDP defines, and what this project promises beyond that
+usual     what stock DDP defines, and what tritonddp supports in addition
 sharded   the same with a sharded optimizer
-hostile   what is right under stock DDP and hard on a clever wrapper
+hostile   programs that are correct under stock DDP and difficult for a wrapper
 named     the programs of :mod:`differential.named`, in variants
 
-To add a kind, or an action to one: draw it in its module. An action that is new is a class in
-:mod:`differential.actions`, which says what a rank does; where :mod:`differential.oracle` plays the
-kind too, what all ranks must see of it is said there.
+To add an action to a kind, draw it in its module. A new action is a class in
+:mod:`differential.actions`. For usual and sharded programs :mod:`differential.oracle` computes what
+all ranks must see.
 """
 
 from collections.abc import Callable
@@ -24,5 +24,5 @@ KINDS: dict[str, Callable[..., Program]] = {
 
 
 def program_of(kind: str, seed: int, world_size: int) -> Program:
-    """The program of ``seed``: always the same one, on every rank."""
+    """The program of ``seed``, the same on all ranks."""
     return KINDS[kind](seed, world_size)

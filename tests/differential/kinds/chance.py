@@ -1,4 +1,4 @@
-"""What generators of programs draw with."""
+"""Random choices of the generators of programs."""
 
 import random
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ _T = TypeVar("_T")
 
 
 class Chance:
-    """Draws for a seed and a number of ranks: always the same, on every rank."""
+    """Random choices for a seed and a number of ranks, the same on all ranks."""
 
     def __init__(self, seed: int, world_size: int, *more: object) -> None:
         self._seed, self._world_size = seed, world_size
@@ -28,7 +28,7 @@ class Chance:
         return range(self._world_size)
 
     def _some_ranks(self, may_be_none: bool = False) -> tuple[int, ...]:
-        """One of them, some, or all."""
+        """One, some or all ranks."""
         drawn = [rank for rank in self._ranks if self._chance(0.5)]
         if not drawn and not may_be_none:
             drawn = [self._random.randrange(self._world_size)]

@@ -8,7 +8,7 @@ from differential.actions.named import NamedStep
 from differential.named import PROGRAMS
 from differential.program import NetworkSpec, Program
 
-# Small buckets hold a parameter or two; on three ranks, which wait long for each, up to two layers.
+# Small buckets hold a parameter or two; on three ranks, which need more time for each, two layers.
 SMALL = {2: 1e-4, 3: 4e-4}
 # Views, small buckets, a microbatch first.
 VARIANTS = (

@@ -6,7 +6,6 @@ from typing import Any
 
 from differential.actions import training
 from differential.actions.gradients import POST_ACCUMULATE, TENSOR
-from differential.actions.misuse import REFUSED, Misuse
 from differential.actions.probes import InputGradient
 from differential.actions.training import Backward, Forward, ReduceGradients, Step, ZeroGrad
 from differential.kinds.chance import Chance
@@ -19,10 +18,10 @@ WEIGHTS = [0.0, 0.25, 1.0, 2.5, 7.0]
 
 
 def draw(seed: int, world_size: int, steps: int = 0) -> Program:
-    """The program of ``seed``: always the same one, on every rank.
+    """The program of ``seed``, the same on all ranks.
 
-    With ``steps`` it is another one, of so many steps, that stock DDP does not play: wires,
-    compression, other wrappers in the midst of it, and nothing that keeps more in each step.
+    With ``steps`` it has this number of steps, and stock DDP does not play it: it may have a
+    ``reduce_dtype`` or compression, and no action that keeps more memory in each step.
     """
     return _Generator(seed, world_size, steps).program()
 
@@ -30,8 +29,8 @@ def draw(seed: int, world_size: int, steps: int = 0) -> Program:
 class _Generator(Chance):
     """Draws a program.
 
-    Two thirds of them keep to what stock defines. The rest does what this project promises beyond
-    that: several backwards, ``no_sync`` around the backward alone, weights, ...
+    Two thirds are defined by stock DDP. The others use what tritonddp supports in addition: several
+    backwards, ``no_sync`` only around the backward, weights, ...
     """
 
     def __init__(self, seed: int, world_size: int, steps: int) -> None:
@@ -41,10 +40,7 @@ class _Generator(Chance):
         self._for_stock = for_stock = self._chance(0.6) and not steps
         self._options = options = self._draw_options()
         self._is_strict = options.find_unused_parameters is False and not options.static_graph
-        # Buckets that stay at home do so on all ranks.
-        self._is_alike = bool(options.skip_all_reduce_unused_params)
-        self._is_static = for_stock and bool(options.static_graph)
-        self._network = self._draw_network(not (for_stock or self._is_strict or self._is_alike))
+        self._network = self._draw_network()
         blocks, frozen = self._network.blocks, self._network.frozen
         self._reentrant = self._network.checkpoint == "reentrant"
         self._is_sparse = "sparse embedding" in blocks
@@ -53,34 +49,26 @@ class _Generator(Chance):
         needs_all = self._is_strict or (for_stock and (self._reentrant or self._is_sparse))
         self._skips = not needs_all and self._chance(0.6)
         self._autocast = self._chance(0.15)
-        self._scaler = self._chance(0.15) and not (self._is_complex or self._is_sparse)
-        hooks = ["allreduce_hook", "ALLREDUCE", "fp16_compress_hook"]
-        if not frozen:  # first gradients of what is unfrozen do not go through hooks
+        hooks = ["allreduce_hook", "ALLREDUCE"]
+        if not frozen:  # the first gradients of an unfrozen block do not go through hooks
             hooks.append("noop_hook")
-        # Here sparse gradients do not go through hooks.
-        may_hook = not (self._is_alike or self._is_sparse)
-        self._communication_hook = self._one_of(hooks) if may_hook and self._chance(0.2) else ""
-        # Stock neither waits for delayed gradients nor finds those that zero_grad has dropped.
-        fixed = for_stock or self._communication_hook or self._is_alike or "b0" in frozen
+        # In tritonddp sparse gradients do not go through hooks.
+        may_hook = not self._is_sparse and self._chance(0.2)
+        self._communication_hook = self._one_of(hooks) if may_hook else ""
+        # Stock does not wait for delayed gradients, and does not find them after zero_grad.
+        fixed = for_stock or self._communication_hook or "b0" in frozen
         self._delays = not fixed and self._chance(0.15)
-        fixed = self._communication_hook or self._delays or self._is_strict or self._is_alike
-        # In join() stock gives what nobody used a gradient of zeros, and none that is sparse.
+        fixed = self._communication_hook or self._delays or self._is_strict
+        # In join() stock gives unused parameters a gradient of zeros, and never a sparse one.
         fixed = fixed or (for_stock and (self._skips or self._is_sparse)) or options.static_graph
-        # What ranks see inside join() is kept to the end.
+        # Traces inside join() are kept to the end.
         self._joins = not fixed and self._chance(0.15) and steps <= 30
         self._hooks = self._draw_hooks()
         if steps:
             self._options = replace(options, **self._draw_long_options())
         self._trains = {name: name not in frozen for name in self._network.names}
-        self._renews = (
-            steps > 0
-            and not (self._delays or self._joins or self._communication_hook or self._reentrant)
-            and options.process_group is None
-            and options.device_mesh is None
-        )
         self._kinds = dict(zip(self._network.names, blocks, strict=True))
         self._adds = False  # whether this step has added parameters
-        self._paths: tuple[tuple[str, ...], ...] | None = None  # of a static graph
 
     def program(self) -> Program:
         actions: list[Action] = []
@@ -94,10 +82,6 @@ class _Generator(Chance):
         if self._is_sparse:
             del optimizers[1:]  # the others take no sparse gradients
         thresholds = self._one_of([1, 20, 200]), self._one_of([1, 50, 1_048_576])
-        # Stock sends stale gradients that nobody used in half precision too, where they are views
-        # or belong to an output that its search of the graph saw, and the backward did not.
-        in_half = self._communication_hook == "fp16_compress_hook"
-        rounds_again = in_half and self._skips
         return Program(
             "usual",
             self._seed,
@@ -108,22 +92,20 @@ class _Generator(Chance):
             optimizer=self._one_of(optimizers),
             hooks=self._hooks,
             thresholds=thresholds if self._chance(0.5) else None,
-            stock=self._stock_options() if self._for_stock and not rounds_again else None,
+            stock=self._stock_options() if self._for_stock else None,
             communication_hook=self._communication_hook,
             delays=self._delays,
             counts=tuple(counts) if self._joins else None,
             over_present=self._joins and self._chance(0.3),
-            scaler=self._scaler,
-            is_manual=bool(self._steps) and self._chance(0.25),
         )
 
     # What is wrapped, and how.
 
-    def _draw_network(self, may_withhold: bool) -> NetworkSpec:
-        kinds = [kind for kind in BLOCKS if kind != "withholding" or may_withhold]
+    def _draw_network(self) -> NetworkSpec:
+        kinds = list(BLOCKS)
         for kind, chance in {"complex": 0.6, "sparse embedding": 0.3}.items():
             if self._chance(chance):
-                kinds.remove(kind)  # rules out too much else
+                kinds.remove(kind)  # it excludes other features
         blocks = self._random.choices(kinds, k=self._random.randint(2, 4))
         tied = self._chance(0.2)
         if tied:
@@ -132,37 +114,33 @@ class _Generator(Chance):
         checkpoint = self._one_of([""] * 7 + ["not reentrant"] * 2 + ["reentrant"])
         if self._for_stock and (tied or self._options.find_unused_parameters):
             checkpoint = "" if checkpoint == "reentrant" else checkpoint
-        # Stock's static graph does not look into dataclasses.
-        outputs = [kind for kind in OUTPUTS if not (self._is_static and kind == "dataclass")]
-        return NetworkSpec(tuple(blocks), frozen, self._one_of(outputs), checkpoint, tied)
+        output = self._one_of(list(OUTPUTS))
+        return NetworkSpec(tuple(blocks), frozen, output, checkpoint, tied)
 
     def _draw_options(self) -> Options:
         find = self._one_of([None, None, None, True, True, False])
         caps = self._one_of([None, None, 1e-5, 4e-4, 1e-3, 2e-3, 1.0, (3e-4, 2e-3)])
         several = isinstance(caps, tuple)
-        group = self._random.random()
         return Options(
             bucket_cap_mb=None if several else caps,
             bucket_cap_mb_list=caps if several else None,
             find_unused_parameters=find,
             gradient_as_bucket_view=self._one_of([None, True]),
-            static_graph=self._maybe(0.12, True),
+            # For stock all graphs must be the same then: tests/differential/short.
+            static_graph=None if self._for_stock else self._maybe(0.2, True),
             batched_grad_copy=self._maybe(0.3, True),
             forward_sync_buffers=self._maybe(0.3, self._chance(0.3)),
             broadcast_buffers=self._maybe(0.08, False),
             init_sync=self._maybe(0.15, False),
-            skip_all_reduce_unused_params=self._maybe(0.08, True),
-            process_group="new" if group < 0.1 else None,
-            device_mesh=True if group > 0.9 else None,
             check_finite=None if self._for_stock else self._maybe(0.15, "warn"),
             metrics=self._maybe(0.3, True),
         )
 
     def _stock_options(self) -> Options:
-        """Stock has to be told whether parameters may be unused."""
+        """Options of stock, which needs to know whether parameters may be unused."""
         finds = self._options.find_unused_parameters
         if finds is None:
-            finds = self._skips and not self._options.static_graph
+            finds = self._skips
         return replace(self._options, find_unused_parameters=finds, metrics=None)
 
     def _draw_long_options(self) -> dict[str, Any]:
@@ -177,9 +155,6 @@ class _Generator(Chance):
 
     def _draw_hooks(self) -> tuple[tuple[str, str, bool], ...]:
         names = [name for name in self._network.names if name not in self._network.frozen]
-        # (Who hooks a parameter that gets no gradient finds zeros there.)
-        if "withholding" in self._network.blocks:
-            return ()
         hook = self._one_of(names), self._one_of([TENSOR, POST_ACCUMULATE]), False
         return (hook,) if self._chance(0.25) else ()
 
@@ -188,24 +163,19 @@ class _Generator(Chance):
     def _draw_step(self, number: int) -> Iterator[Action]:
         """One iteration of a training loop."""
         self._adds = False
-        # The graph of a backward that has broken off is held up to the next one.
+        # The graph of a failed backward is kept until the next one.
         yield from self._draw_change(number) or self._draw_conversion()
-        if not (self._for_stock or self._joins) and self._chance(0.2):
-            yield Misuse(self._one_of([*REFUSED]), self._some_ranks())
         weighted = self._reduction_of_weights()
         if weighted:
             yield ZeroGrad(True, False)
-        elif self._chance(0.8) or (self._for_stock and self._is_alike):
-            # Stock divides what lies in a bucket that stays at home, again and again.
+        elif self._chance(0.8):
             yield ZeroGrad(self._chance(0.7), self._chance(0.5))
-        may_accumulate = not (self._is_static or (self._for_stock and self._is_alike))
-        if may_accumulate and self._chance(0.35):
+        if self._chance(0.35):
             for _ in range(self._random.randint(1, 2)):
                 yield from self._draw_microbatch(weighted)
             if not self._for_stock and not weighted and self._chance(0.1):
                 yield ZeroGrad(self._chance(0.5), False)
-        # Stock's static graph does not synchronize the first backward after one of these.
-        if not self._is_static and not self._joins and self._chance(0.15):
+        if not self._joins and self._chance(0.15):
             forward = self._draw_forward(9)
             yield replace(forward, grad=False, training=self._chance(0.5), local=False)
         yield from self._draw_reduction(number, weighted)
@@ -215,52 +185,35 @@ class _Generator(Chance):
         yield Step()
         if weighted:
             yield ZeroGrad(True, False)
-        elif not (self._options.gradient_as_bucket_view or self._steps) and self._chance(0.15):
-            yield training.Hold(self._one_of(self._network.names))
 
     def _draw_change(self, number: int) -> list[Action]:
-        """A block is frozen, unfrozen or replaced, or a backward breaks off."""
+        """A block is frozen, unfrozen or replaced."""
         left_out = {block for block, _, _ in self._hooks} | ({"b0"} if self._delays else set())
         if self._network.tied:
             left_out |= {*self._network.names[:2]}
         names = [name for name in self._network.names if name not in left_out]
-        if self._renews and 0 < number < self._steps // 2 and self._chance(0.2):
-            return [ZeroGrad(True, False), training.Renew(self._one_of(["copy", "checkpoint"]))]
-        fixed = (
-            self._is_static or self._joins or self._is_strict or self._reentrant or self._is_alike
-        )
+        fixed = self._joins or self._is_strict or self._reentrant
         if fixed or not names or number == 0 or not self._chance(0.4):
             return []
         block = self._one_of(names)
         if self._for_stock:
             if self._is_sparse:
                 return []
-            # Stock takes a parameter that is frozen later for one that is not used.
+            # For stock a parameter that is frozen later is an unused one.
             finds = self._stock_options().find_unused_parameters
             return self._freeze_or_not(block) if finds and block not in self._network.frozen else []
-        match self._random.randrange(1 if self._communication_hook else 3):
-            case 0:
-                return self._freeze_or_not(block)
-            case 1:
-                ruled_out = {"complex"} if self._is_sparse else {"complex", "sparse embedding"}
-                kind = self._one_of([kind for kind in BLOCKS if kind not in ruled_out])
-                if self._steps:  # as large as before, so that what piles up shows
-                    kind = self._kinds[block]
-                self._trains[block], self._kinds[block] = True, kind
-                self._adds = True
-                return [training.Replace(block, kind)]
-            case _:
-                breakable = [name for name in names if self._trains[name]]
-                # Not where a custom function may end the backward's way there.
-                if not breakable or "withholding" in self._kinds.values():
-                    return []
-                path = tuple(self._random.sample(breakable, len(breakable)))
-                at = self._random.randrange(len(path))
-                rank = self._random.randrange(self._world_size)
-                return [ZeroGrad(True, False), training.BreakOff(self._rows(), path, rank, at)]
+        if self._communication_hook or self._chance(0.5):
+            return self._freeze_or_not(block)
+        ruled_out = {"complex"} if self._is_sparse else {"complex", "sparse embedding"}
+        kind = self._one_of([kind for kind in BLOCKS if kind not in ruled_out])
+        if self._steps:  # of the same size, so that a leak shows
+            kind = self._kinds[block]
+        self._trains[block], self._kinds[block] = True, kind
+        self._adds = True
+        return [training.Replace(block, kind)]
 
     def _draw_conversion(self) -> list[Action]:
-        """Parameters are converted and back, by which stock raises, or goes on with old ones."""
+        """Parameters are converted and back: stock raises, or continues with the old ones."""
         hooked = {block for block, _, _ in self._hooks} | ({"b0"} if self._delays else set())
         fp32 = [
             block
@@ -280,9 +233,9 @@ class _Generator(Chance):
         return [training.Require(block, self._trains[block])]
 
     def _reduction_of_weights(self) -> str:
-        """How the backwards of a step are weighted: ``""`` is not at all."""
+        """How the backwards of a step are weighted; ``""`` without weights."""
         post = any(kind == POST_ACCUMULATE for _, kind, _ in self._hooks)
-        fixed = self._for_stock or self._scaler or post or self._communication_hook or self._joins
+        fixed = self._for_stock or post or self._communication_hook or self._joins
         return "" if fixed or not self._chance(0.3) else self._one_of(["mean", "sum"])
 
     def _draw_microbatch(self, weighted: str) -> list[Action]:
@@ -291,7 +244,7 @@ class _Generator(Chance):
         forward = replace(self._draw_forward(8), local=local)
         backward = self._backward((8,), self._draw_heads(), weighted, local=True)
         self._is_armed = self._is_armed or not local
-        # (What goes through weights alone is local under no_sync: no forward may decide for it.)
+        # A backward through weights only has no forward that decides.
         outside = not (self._is_armed or backward.decayed) and self._chance(0.3)
         return [forward, replace(backward, outside=outside)]
 
@@ -299,12 +252,11 @@ class _Generator(Chance):
         """Forwards and backwards that are reduced."""
         self._is_armed = False
         actions: list[Action] = [self._draw_forward(0, number)]
-        if self._chance(0.1) and not self._reentrant and not self._is_static:
+        if self._chance(0.1) and not self._reentrant:
             actions[0] = replace(self._draw_forward(0, number), requires_grad=True)
             actions.append(InputGradient(0))
-        fixed = self._reentrant or self._is_static or self._joins
-        if self._chance(0.06) and not fixed:
-            actions.insert(0, self._draw_forward(7))  # of which nothing becomes
+        if self._chance(0.06) and not (self._reentrant or self._joins):
+            actions.insert(0, self._draw_forward(7))  # without a backward
         match self._kind_of_reduction(weighted):
             case "one backward of two":
                 actions.append(self._draw_forward(1, number))
@@ -318,12 +270,11 @@ class _Generator(Chance):
                     backward = self._backward((0,), self._draw_heads(), weighted)
                     actions.append(replace(backward, retain_graph=retain))
             case "on request":
-                actions[0] = replace(actions[0], around=self._chance(0.5))
                 actions.append(self._backward((0,), self._draw_heads(), "", local=True))
                 actions.append(ReduceGradients())
             case _:
                 actions.append(self._backward((0,), self._draw_heads(), weighted))
-        # Where a backward is reduced, the latest of its forwards is not under no_sync.
+        # The latest forward of a reduced backward is not under no_sync.
         reduced = [each for each in actions if isinstance(each, Backward) and not each.local]
         latest = {max(each.slots) for each in reduced}
         return [
@@ -338,22 +289,20 @@ class _Generator(Chance):
         if self._joins:
             return kinds[0]
         if self._for_stock:
-            # Stock takes each parameter for ready once in a backward only if it does not search.
-            if not (self._stock_options().find_unused_parameters or self._is_static):
+            # Stock counts each parameter once in a backward only if it does not search the graph.
+            if not self._stock_options().find_unused_parameters:
                 kinds += [] if self._reentrant else ["one backward of two"]
             return self._one_of(kinds)
         kinds.append("one backward of two")
         if not self._adds:
             kinds += ["two backwards", "two losses"]
-            if not (weighted or self._is_strict or self._is_alike or self._communication_hook):
+            if not (weighted or self._is_strict or self._communication_hook):
                 kinds.append("on request")
         return self._one_of(kinds)
 
     def _draw_forward(self, slot: int, number: int | None = None) -> Forward:
         """``number`` of the step, for one whose backward is reduced."""
         paths = self._draw_paths(is_first=number == 0)
-        if self._is_static:
-            paths = self._paths = self._paths or paths
         may_be_local = not (self._for_stock or self._joins) and number is not None
         local = may_be_local and self._chance(0.1)
         requires_grad = self._reentrant or self._chance(0.5)
@@ -362,10 +311,8 @@ class _Generator(Chance):
         )
 
     def _draw_paths(self, is_first: bool) -> tuple[tuple[str, ...], ...]:
-        # A reentrant checkpoint that is new in a later step comes too late: an error that says so.
+        # A reentrant checkpoint that is new in a later step is an error.
         skips = self._skips and not (is_first and self._reentrant)
-        if self._is_alike:
-            return (self._draw_path(skips),) * self._world_size
         return tuple(self._draw_path(skips) for _ in range(self._world_size))
 
     def _draw_path(self, skips: bool) -> tuple[str, ...]:
@@ -377,8 +324,8 @@ class _Generator(Chance):
         return tuple(path)
 
     def _draw_heads(self) -> tuple[int, ...]:
-        # Outputs that are not used stock finds neither in a dataclass nor in a static graph.
-        hidden = self._for_stock and (self._network.output == "dataclass" or self._is_static)
+        # Stock does not find unused outputs in a dataclass.
+        hidden = self._for_stock and self._network.output == "dataclass"
         if hidden or not self._skips:
             return (0, 1)
         return self._one_of([(0, 1), (0, 1), (0,), (1,)])
@@ -389,22 +336,16 @@ class _Generator(Chance):
         weights = None
         if weighted:
             weights = tuple(self._random.choices(WEIGHTS, k=self._world_size))
-        backward = Backward(
-            slots, heads, local, weights=weights, reduction=weighted or "mean", scaled=self._scaler
-        )
+        backward = Backward(slots, heads, local, weights=weights, reduction=weighted or "mean")
         trained = [
             name
             for name in self._network.names
             if self._trains[name] and self._kinds[name] not in ("sparse embedding", "complex")
         ]
-        # (Stock takes such gradients for the second ones of their parameters.)
+        # Stock counts such gradients twice.
         if self._for_stock or self._steps or weighted or not trained:
             return backward
-        backward = replace(backward, decayed=self._maybe(0.1, self._one_of(trained)) or "")
-        # (Where a backward reaches none of them, there is nothing to notice it by.)
-        fixed = self._is_strict or self._reentrant or self._delays or self._scaler or self._skips
-        inputs = None if fixed else self._maybe(0.1, self._one_of(trained))
-        return replace(backward, inputs=inputs or "")
+        return replace(backward, decayed=self._maybe(0.15, self._one_of(trained)) or "")
 
     def _rows(self) -> tuple[int, ...]:
         return tuple(self._random.choices([1, 3, 4], k=self._world_size))

@@ -1,9 +1,9 @@
-"""Named programs: what people do with a wrapped model, and what must give the right gradients.
+"""Named programs: training steps of users, which must give the right gradients.
 
 A named program is a function ``step(net, rank, step)`` that runs one training step up to the
 gradients. It gets the wrapped model (or, for the oracle, an unwrapped one with the same methods),
-draws its data from torch's generator, and uses nothing else that differs between ranks but
-``rank``. To add one, write it into the module of its subject:
+draws its data from torch's generator, and uses nothing else that differs between ranks except
+``rank``. Add a program to the module of its subject:
 
     @program(UNUSED, RIGHT, model=Branches)
     def last_branch_is_unused(net, rank, step):
@@ -16,7 +16,6 @@ them with their outcome under stock DDP.
 from differential.named import (  # noqa: F401  each adds its programs to the table
     beyond_stock,
     changes,
-    checkpoints,
     judged_by_stock,
     no_sync,
     plain,

@@ -11,7 +11,7 @@ from differential.named.table import RIGHT, TRANSFORM, TWICE, WRONG, program
 
 
 class Answer:
-    """What a model returns: an object of the user's own."""
+    """The output of a model: an object of a class of the user."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
@@ -31,7 +31,7 @@ class Answers(nn.Module):
 
 
 class Adapted(OfBatches):
-    """As AdaLoRA: a reentrant checkpoint, and a penalty on the weights in it."""
+    """As in AdaLoRA: a reentrant checkpoint, and a penalty on the weights in it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,13 +9,6 @@ from differential.named.table import RIGHT, UNUSED, WRONG, program
 
 
 @program(UNUSED, RIGHT)
-def frozen_in_turns(net: Net, rank: int, step: int) -> None:
-    branch(net, "a").requires_grad_(step % 2 == 0)
-    branch(net, "b").requires_grad_(step % 2 == 1)
-    net(batch(), "abcdef").sum().backward()
-
-
-@program(UNUSED, RIGHT)
 def frozen_in_turns_and_unused_on_one_rank(net: Net, rank: int, step: int) -> None:
     branch(net, "a").requires_grad_(step % 2 == 0)
     net(batch(), "abc" if rank else "de").sum().backward()
@@ -25,12 +18,6 @@ def frozen_in_turns_and_unused_on_one_rank(net: Net, rank: int, step: int) -> No
 def frozen_when_wrapped_and_unfrozen_later(net: Net, rank: int, step: int) -> None:
     branch(net, "a").requires_grad_(step > 0)
     net(batch(), "abcdef").sum().backward()
-
-
-@program(UNUSED, WRONG, model=lambda: partly_frozen(Branches()))
-def unfrozen_and_used_on_one_rank(net: Net, rank: int, step: int) -> None:
-    branch(net, "a").requires_grad_(step > 0)
-    net(batch(), "abc" if rank else "bcd").sum().backward()
 
 
 @program(RIGHT, RIGHT, Branches, Branches, reductions=(1, 1))
@@ -53,20 +40,11 @@ def frozen_between_forward_and_backward(net: Net, rank: int, step: int) -> None:
 
 @program(UNUSED, RIGHT)
 def frozen_inside_a_window(net: Net, rank: int, step: int) -> None:
-    """What its microbatches accumulated before is reduced."""
+    """Gradients that were accumulated before are reduced."""
     net.requires_grad_(True)
     with net.no_sync():
         net(batch(), "abcdef").sum().backward()
     branch(net, "a").requires_grad_(step == 0)
-    net(batch(), "abcdef").sum().backward()
-
-
-@program(WRONG, WRONG, model=lambda: partly_frozen(Branches()))
-def unfrozen_and_frozen_again_inside_a_window(net: Net, rank: int, step: int) -> None:
-    with net.no_sync():
-        branch(net, "a").requires_grad_(True)
-        net(batch(), "abcdef").sum().backward()
-    branch(net, "a").requires_grad_(False)
     net(batch(), "abcdef").sum().backward()
 
 
@@ -87,27 +65,12 @@ def parameter_replaced(net: Net, rank: int, step: int) -> None:
     net(batch(), "abcdef").sum().backward()
 
 
-@program(UNUSED, WRONG)
-def layer_replaced_before_each_step(net: Net, rank: int, step: int) -> None:
-    if step:
-        branch(net, "f")[2] = constant(0.1 * step)
-    net(batch(), "abcdef").sum().backward()
-
-
 @program(WRONG, WRONG)
 def layers_added(net: Net, rank: int, step: int) -> None:
     """Before the first step too."""
     if step != 1:
         net.module.branches[f"added{step}"] = constant(0.2)
     net(batch(), [*net.module.branches]).sum().backward()
-
-
-@program(WRONG, WRONG)
-def layer_added_that_one_rank_uses(net: Net, rank: int, step: int) -> None:
-    if step == 1:
-        net.module.branches["added"] = constant(0.2)
-    names = [*"abcdef"] + ["added"] * (step > 0 and rank == 1)
-    net(batch(), names).sum().backward()
 
 
 @program(WRONG, WRONG)

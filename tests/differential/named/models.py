@@ -6,7 +6,6 @@ uses other parameters, and none uses the last ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ def small() -> nn.Module:
 
 
 class Branches(nn.Module):
-    """Runs the branches it is told to, each a small network, one after the other."""
+    """Runs the given branches, each a small network, one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +41,7 @@ class Branches(nn.Module):
 
 
 class Heads(Branches):
-    """Returns the branches' outputs side by side instead."""
+    """Returns a dict of the outputs of the branches."""
 
     def forward(self, x: Tensor, names: str) -> Any:
         return {name: [self.branches[name](x)] for name in names}
@@ -51,21 +50,6 @@ class Heads(Branches):
     def microbatch(net: Net, rank: int) -> Tensor:
         outputs = net(batch(), "ace" if rank else "bd")
         return sum(head[0].sum() for head in outputs.values())
-
-
-@dataclass
-class Outputs:
-    first: Tensor
-    second: tuple[Tensor, ...]
-
-
-class DataclassOutput(Branches):
-    def forward(self, x: Tensor, names: str) -> Any:
-        return Outputs(x.cos(), tuple(self.branches[name](x) for name in names))
-
-    @staticmethod
-    def microbatch(net: Net, rank: int) -> Tensor:
-        return net(batch(), "ab").second[rank % 2].sum()
 
 
 class Checkpointed(Branches):
@@ -77,19 +61,6 @@ class Checkpointed(Branches):
         for name in names:
             x = x + checkpoint(self.branches[name], x, use_reentrant=self.reentrant)
         return x * 2
-
-
-class CheckpointedNotReentrant(Checkpointed):
-    reentrant = False
-
-
-class CheckpointedLater(Checkpointed):
-    """Runs as it is until ``checkpointed`` is set."""
-
-    checkpointed = False
-
-    def forward(self, x: Tensor, names: str) -> Any:
-        return super().forward(x, names) if self.checkpointed else Branches.forward(self, x, names)
 
 
 class OfBatches(nn.Module):
@@ -118,40 +89,8 @@ class Experts(OfBatches):
         return x + weight.unsqueeze(-1) * outputs
 
 
-class StochasticDepth(OfBatches):
-    """Skips each of its layers every other time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(small() for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if torch.rand(()) < 0.5:
-                x = x + layer(x)
-        return x
-
-
-class Towers(nn.Module):
-    """An image tower and a text tower; a batch is of one kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.towers = nn.ModuleDict(
-            {kind: nn.Sequential(small(), nn.LayerNorm(4), small()) for kind in ("image", "text")}
-        )
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor, kind: str) -> Tensor:
-        return self.towers[kind](x) * self.scale
-
-    @staticmethod
-    def microbatch(net: Net, rank: int) -> Tensor:
-        return net(batch(), "text").pow(2).sum()
-
-
 class Normalized(OfBatches):
-    """BatchNorm, with statistics that are not those of the start."""
+    """BatchNorm, with other statistics than at the start."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,29 +100,6 @@ class Normalized(OfBatches):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
-
-
-class NormalizedAsInEval(Normalized):
-    def __init__(self) -> None:
-        super().__init__()
-        self.eval()
-
-    def train(self, mode: bool = True) -> NormalizedAsInEval:
-        return super().train(False)  # a fine-tuned backbone often keeps its statistics like this
-
-
-class Multiplied(OfBatches):
-    """A buffer is a factor of the loss, so that the graph keeps it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("factor", torch.rand(4) + 0.5)
-        self.register_buffer("calls", torch.tensor(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.linear(x) * self.factor
 
 
 class Centered(torch.autograd.Function):

@@ -1,18 +1,17 @@
-"""``no_sync`` around whatever part of a step, and what frameworks do in its place."""
+"""``no_sync`` around any part of a step, and what frameworks do instead."""
 
-import contextlib
 from typing import Any
 
 from oracle import Net
 from torch import Tensor, nn
 
-from differential.named.models import Branches, OfBatches, batch, small
-from differential.named.table import ASSERTION, RIGHT, TWICE, UNUSED, WRONG, program
+from differential.named.models import Branches, batch
+from differential.named.table import RIGHT, TWICE, UNUSED, WRONG, program
 
 
 @program(UNUSED, RIGHT)
 def no_sync_around_the_forward(net: Net, rank: int, step: int) -> None:
-    """As mmengine's ``optim_context`` does: the backward comes after the context."""
+    """As mmengine's ``optim_context`` does: the backward runs after the context."""
     for names in ("abc", "bd"):
         with net.no_sync():
             loss = net(batch(), names).sum()
@@ -28,45 +27,12 @@ def no_sync_around_the_backward(net: Net, rank: int, step: int) -> None:
     net(batch(), "bcd").sum().backward()
 
 
-@program(ASSERTION, ASSERTION, static_graph=True)
-def no_sync_around_the_forward_with_static_graph(net: Net, rank: int, step: int) -> None:
-    with net.no_sync():
-        losses = [net(batch(), "abc").sum() for _ in range(2)]
-        losses[0].backward()
-    losses[1].backward()
-    net(batch(), "abc").sum().backward()
-
-
-@program(RIGHT, RIGHT, static_graph=True)
-def no_sync_around_the_backward_with_static_graph(net: Net, rank: int, step: int) -> None:
-    loss = net(batch(), "abc").sum()
-    with net.no_sync():
-        loss.backward()
-    net(batch(), "abc").sum().backward()
-
-
 @program(TWICE, WRONG)
 def no_sync_in_the_middle_of_a_graph(net: Net, rank: int, step: int) -> None:
     loss = net(batch(), "abc").sum()
     with net.no_sync():
         loss.backward(retain_graph=True)
     loss.backward()
-
-
-@program(UNUSED, RIGHT)
-def more_microbatches_on_one_rank(net: Net, rank: int, step: int) -> None:
-    with net.no_sync():
-        for _ in range(1 + 2 * rank):
-            net(batch(), "abd").sum().backward()
-    net(batch(), "ab").sum().backward()
-
-
-@program(UNUSED, RIGHT)
-def exception_inside_no_sync(net: Net, rank: int, step: int) -> None:
-    with contextlib.suppress(ZeroDivisionError), net.no_sync():
-        net(batch(), "abc").sum().backward()
-        raise ZeroDivisionError
-    net(batch(), "cd").sum().backward()
 
 
 @program(UNUSED, RIGHT)
@@ -77,50 +43,12 @@ def flag_set_by_hand(net: Net, rank: int, step: int) -> None:
         net(batch(), "abc" if rank else "acd").sum().backward()
 
 
-@program(UNUSED, RIGHT)
-def flag_set_by_hand_between_forward_and_backward(net: Net, rank: int, step: int) -> None:
-    net.require_backward_grad_sync = False
-    net(batch(), "abc").sum().backward()
-    loss = net(batch(), "cd").sum()
-    net.require_backward_grad_sync = True
-    loss.backward()
-    net(batch(), "cd").sum().backward()
-
-
-@program(UNUSED, TWICE)
-def no_sync_around_the_later_of_two_forwards(net: Net, rank: int, step: int) -> None:
-    """The earlier one, outside, has the backward through both reduced."""
-    loss = net(batch(), "ab").sum()
-    with net.no_sync():
-        loss = loss + net(batch(), "bc").sum()
-    loss.backward()
-
-
-@program(RIGHT, TWICE)
-def prepared_behind_a_forward_under_no_sync(net: Net, rank: int, step: int) -> None:
-    """``reducer.prepare_for_backward`` has it reduced all the same."""
-    with net.no_sync():
-        loss = net(batch(), "abcdef").sum()
-    if isinstance(net, nn.parallel.DistributedDataParallel):
-        net.reducer.prepare_for_backward([])
-    loss.backward()
-
-
-@program(UNUSED, RIGHT)
-def accelerate_accumulates(net: Net, rank: int, step: int) -> None:
-    """``accelerator.accumulate(model)``: forward, backward and step lie inside; the last one
-    enters a context that does nothing."""
-    for microbatch in range(3):
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.nullcontext() if microbatch == 2 else net.no_sync())
-            net(batch(), "ab" if rank else "bc").sum().backward()
-
-
 class PreparesInside(Branches):
-    """Runs its own backward, as a LightningModule with manual optimization: Lightning makes the
-    wrapper's ``forward`` run ``training_step``, and that calls ``manual_backward``. Before it
-    Lightning calls the reducer of the wrapper, and after ``training_step`` it sees that the end of
-    the wrapper's forward does not."""
+    """Runs its backward in its forward, as a LightningModule with manual optimization.
+
+    Lightning calls the reducer of the wrapper before it, and prevents the call at the end of the
+    forward of the wrapper.
+    """
 
     wrapper: list[Net]
 
@@ -212,39 +140,3 @@ def prepared_inside_a_window(net: Net, rank: int, step: int) -> None:
         loss.backward()
     forward_inside(net).backward()
     net(batch(), "abcdef").square().sum().backward()
-
-
-@program(RIGHT, TWICE, reductions=2)
-def local_again_after_a_prepared_backward(net: Net, rank: int, step: int) -> None:
-    loss = forward_inside(net)
-    prepare(net)
-    loss.backward()
-    forward_inside(net).backward()
-    net(batch(), "abcdef").square().sum().backward()
-
-
-@program(RIGHT, RIGHT)
-def forward_outside_after_one_inside(net: Net, rank: int, step: int) -> None:
-    forward_inside(net).backward()
-    (forward_inside(net) + net(batch(), "abcdef").sum()).backward()
-
-
-class Recurrent(OfBatches):
-    """Each forward changes its state in place, and returns the same tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = small()
-
-    def forward(self, x: Tensor, state: Tensor | None = None) -> Tensor:
-        result = self.layers(x)
-        return result if state is None else state.add_(result.mean(0))
-
-
-@program(RIGHT, RIGHT, model=Recurrent)
-def state_handed_on_from_forwards_inside(net: Net, rank: int, step: int) -> None:
-    state = batch(False) + 0
-    with net.no_sync():
-        for _ in range(2):
-            state = net(batch(), state)
-    net(batch(), state).sum().backward()

@@ -1,4 +1,4 @@
-"""Gradients on request: of ``autograd.grad``, and by ``reduce_gradients``."""
+"""Gradients of ``autograd.grad``, and ``reduce_gradients``."""
 
 import warnings
 from collections.abc import Iterable
@@ -8,16 +8,8 @@ from oracle import Net
 from torch import Tensor
 
 from differential.named.models import batch, branch, samples
-from differential.named.table import IN_PLACE, RIGHT, TWICE, UNUSED, WRONG, program
+from differential.named.table import IN_PLACE, RIGHT, UNUSED, WRONG, program
 from tritonddp import DistributedDataParallel
-
-
-@program(UNUSED, RIGHT)
-def gradient_of_the_input(net: Net, rank: int, step: int) -> None:
-    x = batch()
-    loss = net(x, "abc").pow(2).sum()
-    assert torch.autograd.grad(loss, x, retain_graph=True)[0].shape == x.shape
-    loss.backward()
 
 
 @program(UNUSED, RIGHT)
@@ -27,24 +19,6 @@ def gradient_of_parameters(net: Net, rank: int, step: int) -> None:
     torch.autograd.grad(loss, weights, retain_graph=True)
     torch.autograd.grad(net(batch(), "abc").sum(), list(net.parameters()), allow_unused=True)
     loss.backward()
-
-
-@program(UNUSED, TWICE)
-def gradient_of_another_output(net: Net, rank: int, step: int) -> None:
-    first, second = net(batch(), "abc").pow(2), net(batch(), "de")
-    torch.autograd.grad(second.sum(), first, retain_graph=True, allow_unused=True)
-    (first.sum() + second.sum()).backward()
-
-
-@program(UNUSED, RIGHT)
-def gradient_between_no_sync_and_backward(net: Net, rank: int, step: int) -> None:
-    with net.no_sync():
-        net(batch(), "ac").sum().backward()
-        x = batch()
-        torch.autograd.grad(net(x, "bd").sum(), x)
-    x = batch()
-    torch.autograd.grad(net(x, "ef").sum(), x)
-    net(batch(), "b").sum().backward()
 
 
 @program(UNUSED, RIGHT)
@@ -93,16 +67,6 @@ def gradients_of_autograd_grad(net: Net, rank: int, step: int) -> None:
 
 
 @program(WRONG, WRONG, reductions=0)
-def gradients_of_second_order(net: Net, rank: int, step: int) -> None:
-    """Of a penalty on the gradients for some parameters."""
-    params = list(branch(net, "b").parameters())
-    loss = net(batch(), "abc").pow(2).sum()
-    first = torch.autograd.grad(loss, params, create_graph=True)
-    second = torch.autograd.grad(loss + sum(grad.square().sum() for grad in first), params)
-    add_to_grads(params, net.reduce_gradients(second, params))
-
-
-@program(WRONG, WRONG, reductions=0)
 def gradients_by_name(net: Net, rank: int, step: int) -> None:
     names = ["branches.a.0.weight", "branches.c.2.bias"][: 1 + rank]
     params = dict(net.module.named_parameters())
@@ -121,14 +85,6 @@ def gradients_made_by_hand(net: Net, rank: int, step: int) -> None:
     net.reduce_gradients()
 
 
-@program(WRONG, WRONG, reductions=0)
-def backwards_under_no_sync_reduced_by_hand(net: Net, rank: int, step: int) -> None:
-    with net.no_sync():
-        for names in ("abc", "cd" if rank else "ce"):
-            net(batch(), names).sum().backward()
-        net.reduce_gradients()
-
-
 @program(WRONG, WRONG)
 def gradients_on_request_between_forward_and_backward(net: Net, rank: int, step: int) -> None:
     params = list(branch(net, "b").parameters())
@@ -136,18 +92,6 @@ def gradients_on_request_between_forward_and_backward(net: Net, rank: int, step:
     gradients = torch.autograd.grad(loss, params, retain_graph=True)
     means = net.reduce_gradients(gradients, params)
     loss.backward()
-    add_to_grads(params, means)
-
-
-@program(WRONG, WRONG)
-def gradients_on_request_inside_a_window(net: Net, rank: int, step: int) -> None:
-    """They leave what is accumulated as it is."""
-    with net.no_sync():
-        net(batch(), "abcdef").sum().backward()
-    params = list(branch(net, "b").parameters())
-    gradients = torch.autograd.grad(net(batch(), "abc").pow(2).sum(), params)
-    means = net.reduce_gradients(gradients, params)
-    net(batch(), "abcdef").sum().backward()
     add_to_grads(params, means)
 
 

@@ -1,7 +1,7 @@
-"""The table of named programs, and how a function becomes one.
+"""The table of named programs.
 
-Each program says what its outcome is under stock DDP, as ``README.md`` in this folder names it, and
-``test_named.py`` proves it.
+Each program names its outcome under stock DDP, as in ``README.md`` of this folder, and
+``test_named.py`` checks it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ERRORS = {
     ASSERTION: "INTERNAL ASSERT FAILED",
     TRANSFORM: "During a grad .* transform",
     IN_PLACE: "a leaf Variable that requires grad is being used in an in-place operation",
-    HANGS: "gloo/transport|timeout",  # of the rank that waits until its time is up
+    HANGS: "gloo/transport|timeout",  # of a rank that waits until the timeout
 }
 
 Step = Callable[[Any, int, int], None]
@@ -44,10 +44,10 @@ class Named:
     """One row of the table.
 
     Attributes:
-        stock: the outcome under stock DDP, see above: without
-            ``find_unused_parameters=True``, and with it. ``None`` where stock is the judge.
-        models: make the modules, each wrapped by itself. ``step`` receives the one network, or
-            the list of networks if there are several.
+        stock: the outcome under stock DDP without ``find_unused_parameters=True``, and with it.
+            ``None`` if stock DDP is the judge.
+        models: make the modules, each of which is wrapped. ``step`` receives the wrapper, or the
+            list of wrappers if there are several.
     """
 
     step: Step  # one training step, without the optimizer
@@ -55,7 +55,7 @@ class Named:
     models: tuple[Callable[[], nn.Module], ...]
     reductions: tuple[int, ...]  # how often a step reduces each of them
     options: Options  # of the wrapper
-    weighted: str  # the reduction of the losses that its backwards are weighted with, if they are
+    weighted: str  # the reduction of the losses of weighted backwards, or ""
     makes_cycles: bool  # whether it leaves reference cycles
     steps: int
 
@@ -75,15 +75,13 @@ def program(
     weighted: str = "",
     makes_cycles: bool = False,
     steps: int = 3,
-    name: str = "",
     **options: Any,
 ) -> Callable[[Step], Step]:
     """Decorator: the function is a named program.
 
     Args:
-        arguments: the outcome under stock DDP without and with its flag, or nothing where stock
+        arguments: the outcome under stock DDP without and with its flag, or nothing if stock DDP
             is the judge; then the models, if there are several.
-        name: of the program, by default that of the function.
         options: of the wrapper.
     """
     outcomes = tuple(each for each in arguments if isinstance(each, str))
@@ -91,7 +89,7 @@ def program(
     counts = reductions if isinstance(reductions, tuple) else (reductions,) * len(models)
 
     def decorate(step: Step) -> Step:
-        title = name or step.__name__
+        title = step.__name__
         assert title not in PROGRAMS, f"two programs are called {title}"
         stock = (outcomes[0], outcomes[1]) if outcomes else None
         PROGRAMS[title] = Named(

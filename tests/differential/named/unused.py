@@ -1,20 +1,9 @@
 """Unused parameters without any flag, outputs that the loss ignores, ranks that disagree."""
 
-import torch
 from modules import Withheld
 from oracle import Net
-from torch import Tensor, nn
 
-from differential.named.models import (
-    DataclassOutput,
-    Experts,
-    Heads,
-    OfBatches,
-    StochasticDepth,
-    Towers,
-    batch,
-    branch,
-)
+from differential.named.models import Experts, Heads, batch, branch
 from differential.named.table import RIGHT, TWICE, TWICE_HANGS, UNDEFINED, UNUSED, program
 
 # Unused parameters, no flag.
@@ -23,21 +12,6 @@ from differential.named.table import RIGHT, TWICE, TWICE_HANGS, UNDEFINED, UNUSE
 @program(UNUSED, RIGHT, model=Experts)
 def mixture_of_experts(net: Net, rank: int, step: int) -> None:
     net(batch()).pow(2).sum().backward()
-
-
-@program(UNUSED, RIGHT, model=StochasticDepth)
-def skipped_layers(net: Net, rank: int, step: int) -> None:
-    net(batch()).pow(2).sum().backward()
-
-
-@program(UNUSED, RIGHT, model=Towers)
-def whole_submodule_unused_on_some_ranks(net: Net, rank: int, step: int) -> None:
-    net(batch(), "image" if rank == step % 2 else "text").pow(2).sum().backward()
-
-
-@program(UNUSED, RIGHT, model=Towers)
-def whole_submodule_unused_for_some_steps(net: Net, rank: int, step: int) -> None:
-    net(batch(), "image" if step % 2 else "text").pow(2).sum().backward()
 
 
 @program(UNUSED, TWICE)
@@ -62,28 +36,10 @@ def backward_with_respect_to_some(net: Net, rank: int, step: int) -> None:
 
 
 @program(UNUSED, RIGHT, model=Heads)
-def outputs_ignored_by_the_loss(net: Net, rank: int, step: int) -> None:
-    outputs = net(batch(), "abcd")
-    sum(outputs[name][0].sum() for name in "bd").backward()
-
-
-@program(UNUSED, RIGHT, model=Heads)
 def different_outputs_ignored_on_each_rank(net: Net, rank: int, step: int) -> None:
     outputs = net(batch(), "abcdef")
     names = ["ab", "c", "ef", "abcdef"][(step + rank) % 4]
     sum(outputs[name][0].sum() for name in names).backward()
-
-
-@program(UNUSED, UNUSED, model=DataclassOutput)
-def only_the_second_field_of_a_dataclass(net: Net, rank: int, step: int) -> None:
-    net(batch(), "ab").second[rank % 2].sum().backward()
-
-
-@program(UNUSED, TWICE)
-def used_outside_forward_too(net: Net, rank: int, step: int) -> None:
-    x = batch()
-    loss = net(x, "ab").sum() + branch(net, "c")(x).sum() + branch(net, "a")(x).pow(2).sum()
-    loss.backward()
 
 
 @program(UNUSED, TWICE_HANGS)
@@ -106,11 +62,6 @@ def penalty_on_all_weights(net: Net, rank: int, step: int) -> None:
     (net(batch(), "ab").pow(2).mean() + 0.1 * penalty).backward()
 
 
-@program(UNUSED, RIGHT)
-def forward_of_the_output(net: Net, rank: int, step: int) -> None:
-    net(net(net(batch(), "ab"), ""), "bc").sum().backward()
-
-
 # Ranks that disagree.
 
 
@@ -126,20 +77,3 @@ def different_control_flow(net: Net, rank: int, step: int) -> None:
         losses = [net(net(batch(), "e"), "a").sum(), net(batch(), "").sum()]
     for loss in losses if step % 2 else reversed(losses):
         loss.backward()
-
-
-class Scale(OfBatches):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * x
-
-
-@program(TWICE_HANGS, TWICE_HANGS, model=Scale, reductions=2)
-def first_loss_that_bypasses_the_outputs_on_one_rank(net: Net, rank: int, step: int) -> None:
-    out = net(batch()).sum()
-    first = 0 * net.module.other.sum() if rank else out
-    first.backward(retain_graph=True)
-    out.backward()

@@ -17,40 +17,12 @@ def weighted_by_samples(net: Net, rank: int, step: int) -> None:
         net(samples(n), "abcdef").pow(2).mean().backward()
 
 
-@program(WRONG, WRONG, weighted="sum")
-def weighted_sum_of_samples(net: Net, rank: int, step: int) -> None:
-    n = [3, 1, 6][rank] + step
-    with net.weighted(n, reduction="sum"):
-        net(samples(n), "abcdef").pow(2).sum().backward()
-
-
-@program(UNUSED, WRONG, weighted="mean")
-def weighted_and_unused_parameters(net: Net, rank: int, step: int) -> None:
-    n = 1 + rank + step
-    with net.weighted(n):
-        net(samples(n), "abd" if rank else "bce").pow(2).mean().backward()
-
-
-@program(WRONG, WRONG, weighted="mean")
-def weighted_by_fractions(net: Net, rank: int, step: int) -> None:
-    loss = net(samples(2), "abcdef").pow(2).mean()
-    with net.weighted([0.25, 1.5, 0.001][rank]):
-        loss.backward()
-
-
 @program(WRONG, WRONG, weighted="mean")
 def weight_of_zero_with_a_loss_of_nan(net: Net, rank: int, step: int) -> None:
     """What the mean over no samples gives."""
     n = 0 if rank == step % 2 else 3
     with net.weighted(n):
         net(samples(3) if n else samples(3) / 0, "abcdef").mean().backward()
-
-
-@program(WRONG, WRONG, weighted="sum")
-def weight_of_zero_with_a_sum_over_nothing(net: Net, rank: int, step: int) -> None:
-    n = 0 if rank == step % 2 else 3
-    with net.weighted(n, reduction="sum"):
-        net(samples(n), "abcdef").pow(2).sum().backward()
 
 
 @program(WRONG, WRONG, weighted="mean")
@@ -92,13 +64,6 @@ def weighted_after_a_microbatch_without_weight(net: Net, rank: int, step: int) -
             loss.backward()
 
 
-@program(WRONG, WRONG, weighted="sum", reductions=2)
-def weighted_sums_twice(net: Net, rank: int, step: int) -> None:
-    for n in (1 + rank, 4 - rank):
-        with net.weighted(n, reduction="sum"):
-            net(samples(n), "abcdef").pow(2).sum().backward()
-
-
 @program(WRONG, WRONG, weighted="mean", reductions=2)
 def weighted_twice(net: Net, rank: int, step: int) -> None:
     """The second mean is added to the first."""
@@ -108,7 +73,7 @@ def weighted_twice(net: Net, rank: int, step: int) -> None:
 
 
 class SharesMemory(OfBatches):
-    """The gradient of ``shift`` is a view of the gradient that goes on to ``mix``."""
+    """The gradient of ``shift`` is a view of the gradient of the output of ``mix``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,11 +1,10 @@
 """What is wrapped, and how: a configuration is named by its parts, ``hidden+views``."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as Stock
@@ -19,9 +18,9 @@ STOCK = "stock"  # the key of stock DDP in WRAPPERS
 
 
 class Bare(nn.Module):
-    """Three layers, and no buffer; a forward may leave out the one in the middle."""
+    """Three layers, and no buffer; a forward may skip the layer in the middle."""
 
-    # The parameters and buffers that each rank keeps for itself.
+    # The parameters and buffers that each rank keeps local.
     ignored: tuple[str, ...] = ()
 
     def __init__(self, rank: int) -> None:
@@ -40,7 +39,7 @@ class Bare(nn.Module):
 
     @property
     def last_layer(self) -> nn.Linear:
-        """``c``, or the layer inside of the module that replaced it."""
+        """``c``, or the layer in the module that replaced it."""
         return next(each for each in self.c.modules() if isinstance(each, nn.Linear))
 
     def loss_input(self, output: Any) -> Callable[[], Tensor]:
@@ -88,31 +87,14 @@ class _InnerBackward(torch.autograd.Function):
 
 
 class Function(Hidden):
-    """The same with a custom function that runs a backward inside its own."""
+    """The same with a custom function that runs a backward in its backward."""
 
     def last(self, h: Tensor) -> Tensor:
         return _InnerBackward.apply(self.c, h)
 
 
-class Caught(Hidden):
-    """The output is ``None``; the loss uses the tensor that a forward hook has caught."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank)
-        self.feature = nn.Identity()
-        self.caught: list[Tensor] = []
-        self.feature.register_forward_hook(lambda module, args, output: self.caught.append(output))
-
-    def forward(self, x: Tensor, skips: bool = False) -> Any:
-        self.caught.clear()
-        self.feature(self.last(self.features(x, skips)))
-
-    def loss_input(self, output: Any) -> Callable[[], Tensor]:
-        return [*self.caught].pop
-
-
 class Expert(Bare):
-    """Each rank keeps its own last layer, which is ignored by its names at wrapping."""
+    """Each rank has a local last layer, which is ignored by its names at wrapping."""
 
     ignored = ("c.weight", "c.bias")
 
@@ -136,36 +118,10 @@ class Cache(Bare):
         return self.a(x - self.mean)
 
 
-class _WhenAsked(Mapping[str, Tensor]):
-    """Computes its values when they are asked for, with a random number."""
-
-    def __init__(self, h: Tensor) -> None:
-        self._h = h
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self._h * (1 + torch.rand((), dtype=self._h.dtype))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("logits",))
-
-    def __len__(self) -> int:
-        return 1
-
-
-class Lazy(Bare):
-    """The output is a mapping that the program alone may ask."""
-
-    def forward(self, x: Tensor, skips: bool = False) -> Any:
-        return _WhenAsked(super().forward(x, skips))
-
-    def loss_input(self, output: Any) -> Callable[[], Tensor]:
-        return lambda: output["logits"]
-
-
 NETS: dict[str, type[Bare]] = {
-    cls.__name__.lower(): cls for cls in (Norm, Bare, Hidden, Function, Caught, Expert, Cache, Lazy)
+    cls.__name__.lower(): cls for cls in (Norm, Bare, Hidden, Function, Expert, Cache)
 }
-# The other parts of a configuration: options of both sides, of stock alone and of ours alone.
+# The other parts of a configuration: options of both sides, and of tritonddp.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "warm": {},  # two usual steps before each program: buckets are rebuilt, and ranks share memory
@@ -175,21 +131,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "static": {"static_graph": True},
     "nobuf": {"broadcast_buffers": False},
 }
-OF_STOCK: dict[str, dict[str, Any]] = {"finds": {"find_unused_parameters": True}}
 OF_OURS: dict[str, dict[str, Any]] = {"group": {"transport": "process_group"}}
 ALLREDUCE = "allreduce"  # the communication hook of torch
-PROBE = "probe"  # a communication hook that evaluates the wrapper
-JUDGE = "judge"  # each loss is that of another wrapper, whose communication hook evaluates this one
 IN_PLACE = "replicate"
-PARTS = {*NETS, *OPTIONS, *OF_STOCK, *OF_OURS, ALLREDUCE, PROBE, JUDGE, IN_PLACE}
-
-
-def _add_probe(ddp: Any, evaluate: Callable[[], None]) -> None:
-    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        evaluate()
-        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
-
-    ddp.register_comm_hook(None, hook)
+PARTS = {*NETS, *OPTIONS, *OF_OURS, ALLREDUCE, IN_PLACE}
 
 
 class Configuration:
@@ -208,14 +153,13 @@ class Configuration:
             raise ValueError(f"unknown parts of a configuration: {sorted(unknown)}")
         self.net = next((part for part in NETS if part in self.parts), "norm")
         self.head = "FBSFBSZ" if "warm" in self.parts else ""
-        self.finds_unused = bool({"unused", "finds"} & self.parts)
         self.is_in_place = IN_PLACE in self.parts
         self.broadcasts = self.net == "norm" and "nobuf" not in self.parts
 
-    def wrap(self, wrapper: str, net: Bare, evaluate: Callable[[], None]) -> Any:
-        """Wrap the network, with a key of ``WRAPPERS``; ``evaluate`` runs what this returns."""
+    def wrap(self, wrapper: str, net: Bare) -> Any:
+        """Wrap the network with a class of ``WRAPPERS``."""
         options: dict[str, Any] = {}
-        for part, given in (OPTIONS | (OF_OURS if wrapper == OURS else OF_STOCK)).items():
+        for part, given in (OPTIONS | (OF_OURS if wrapper == OURS else {})).items():
             if part in self.parts:
                 options |= given
         Stock._set_params_and_buffers_to_ignore_for_model(net, [*net.ignored])
@@ -225,13 +169,4 @@ class Configuration:
             ddp = WRAPPERS[wrapper](net, **options)
         if ALLREDUCE in self.parts:
             ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-        if PROBE in self.parts:
-            _add_probe(ddp, evaluate)
         return ddp
-
-    def wrap_judge(self, wrapper: str, dtype: torch.dtype, evaluate: Callable[[], None]) -> Any:
-        if JUDGE not in self.parts:
-            return nn.Identity()
-        judge = WRAPPERS[wrapper](nn.Linear(2, 2, dtype=dtype))
-        _add_probe(judge, evaluate)
-        return judge

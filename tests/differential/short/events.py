@@ -1,22 +1,19 @@
-"""What one rank does at each event of a program, and what it has then."""
+"""What a rank does at each event of a program, and the state after it."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 from differential.short.configurations import NETS, WIDTH, Bare, Configuration
 
-# Seconds: longer than a backward takes here, and long after that.
+# Seconds: longer than a backward takes here, and long after it.
 SOON, LATE = 0.01, 0.04
 
 # Parameters, gradients and buffers by name: the bytes of their values in fp64.
@@ -35,23 +32,20 @@ class Rank:
     ) -> None:
         torch.manual_seed(5)
         self.rank = rank
-        # Sums of three numbers depend on their order. In fp64 this rounding is far smaller than the
-        # difference that any fault makes.
+        # Sums of three numbers depend on their order. In fp64 a fault is larger than the rounding.
         self.dtype = torch.float32 if world_size == 2 else torch.float64
         self.net: Bare = NETS[configuration.net](rank).to(self.dtype)
-        self.ddp = configuration.wrap(wrapper, self.net, self.evaluate)
-        self.judge = configuration.wrap_judge(wrapper, self.dtype, self.evaluate)
+        self.ddp = configuration.wrap(wrapper, self.net)
         self.optimizer = torch.optim.SGD(self.net.parameters(), 0.1, momentum=0.9)
         self.kept: list[Callable[[], Tensor]] = []
         self.fails_first = False
-        self.meanwhile: list[Callable[[], None]] = []  # what ends after the next backward
+        self.meanwhile: list[Callable[[], None]] = []  # called after the next backward
         torch.manual_seed(1000 + rank)
 
     @property
     def state(self) -> State:
         found: dict[str, Tensor] = {}
-        of_judge = self.judge.named_parameters(prefix="judge")
-        for name, param in [*self.net.named_parameters(), *of_judge]:
+        for name, param in self.net.named_parameters():
             found[name] = param
             if param.grad is not None:
                 found[f"{name}.grad"] = param.grad
@@ -74,8 +68,8 @@ class Rank:
         if self.fails_first:
             self.fails_first = False
             _once(tensors[0], _fail)
-        # A hook of the output runs before those of parameters: another node is in front of it.
-        loss = self.judge(torch.cat(tensors) * 1).square().sum()
+        # The hook of an output runs before the hooks of parameters: the product is another node.
+        loss = (torch.cat(tensors) * 1).square().sum()
         with contextlib.suppress(Planted):
             loss.backward(**options)
         while self.meanwhile:
@@ -94,10 +88,6 @@ class Rank:
     def step_of_module(self) -> None:
         self.backward(self.net.loss_input(self.net(self.batch())))
 
-    def failing_step(self) -> None:
-        self.fails_first = True
-        self.backward(self.net.loss_input(self.ddp(self.batch())))
-
     def fail_in_next_backward(self) -> None:
         self.fails_first = True
 
@@ -108,8 +98,8 @@ class Rank:
         with self.ddp.no_sync():
             do()
 
-    def evaluate(self, is_training: bool = False) -> None:
-        self.net.train(is_training)
+    def evaluate(self) -> None:
+        self.net.eval()
         with torch.no_grad():
             self.ddp(torch.ones(3, WIDTH, dtype=self.dtype))
         self.net.train()
@@ -125,7 +115,7 @@ class Rank:
         self.net.c = nn.Sequential(self.net.c)
 
 
-# Evaluations in the midst of a backward
+# Evaluations during a backward
 
 
 def _once(tensor: Tensor, do: Callable[[], None]) -> None:
@@ -155,44 +145,18 @@ def _evaluate_on_a_thread(rank: Rank) -> None:
     thread.join()
 
 
-def _evaluate_by_signal(rank: Rank) -> None:
-    before = signal.signal(signal.SIGUSR2, lambda *_: rank.evaluate())
-    signal.raise_signal(signal.SIGUSR2)
-    signal.signal(signal.SIGUSR2, before)
-
-
-def _while_others_are_late(
-    start: Callable[[Rank], Callable[[], None]],
-) -> Callable[[Rank], None]:
-    """Rank 0 starts something in the next backward, whose last gradient is late on the others.
-
-    What ``start`` returns is called after the backward.
-    """
+def _while_others_are_late(rank: Rank) -> None:
+    """In the next backward rank 0 evaluates on a thread; the last gradient of others is late."""
 
     def do(rank: Rank) -> None:
         if rank.rank == 0:
-            rank.meanwhile.append(start(rank))
+            timer = threading.Timer(SOON, rank.evaluate)
+            timer.start()
+            rank.meanwhile.append(timer.join)
         else:
             time.sleep(LATE)
 
-    return _in_hook_of("a", do)
-
-
-def _timer(rank: Rank) -> Callable[[], None]:
-    timer = threading.Timer(SOON, rank.evaluate)
-    timer.start()
-    return timer.join
-
-
-def _alarm(rank: Rank) -> Callable[[], None]:
-    signal.signal(signal.SIGALRM, lambda *_: rank.evaluate())
-    signal.setitimer(signal.ITIMER_REAL, SOON)
-
-    def end() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-
-    return end
+    _in_hook_of("a", do)(rank)
 
 
 class Event(NamedTuple):
@@ -203,7 +167,7 @@ class Event(NamedTuple):
 
 
 EVENTS: dict[str, Event] = {
-    # Forwards, and what becomes of their outputs
+    # Forwards, and the use of their outputs
     "F": Event("forward", Rank.forward),
     "f": Event("forward, leaving out a layer", lambda rank: rank.forward(skips=True)),
     "n": Event("forward inside no_sync", lambda rank: rank.in_no_sync(rank.forward)),
@@ -220,7 +184,6 @@ EVENTS: dict[str, Event] = {
     "L": Event("drop the oldest", lambda rank: rank.kept.pop(0)),
     "M": Event("forward and backward of the module itself", Rank.step_of_module),
     # Evaluations
-    "E": Event("forward under no_grad", lambda rank: rank.evaluate(is_training=True)),
     "e": Event("evaluate: forward under no_grad, in eval()", Rank.evaluate),
     "I": Event("evaluate under inference_mode", torch.inference_mode()(Rank.evaluate)),
     "t": Event("evaluate on another thread", _evaluate_on_a_thread),
@@ -228,27 +191,19 @@ EVENTS: dict[str, Event] = {
     # In the next backward
     "T": Event("evaluate in a hook of the last layer", _in_hook_of("c", Rank.evaluate)),
     "V": Event("evaluate in a hook of the first layer", _in_hook_of("a", Rank.evaluate)),
-    "H": Event("evaluate in a signal handler in a hook", _in_hook_of("b", _evaluate_by_signal)),
-    "j": Event("evaluate on another thread in a hook", _in_hook_of("b", _evaluate_on_a_thread)),
     "o": Event("rank 0 alone evaluates in a hook", _in_hook_of("b", _evaluate_on_rank_0)),
-    "w": Event("rank 0 alone evaluates on a thread, and waits", _while_others_are_late(_timer)),
-    "s": Event("rank 0 alone evaluates by a signal, and waits", _while_others_are_late(_alarm)),
+    "w": Event("rank 0 alone evaluates on a thread, and waits", _while_others_are_late),
     # Failures, which the program catches
-    "u": Event("forward, and a backward that raises before any gradient", Rank.failing_step),
     "X": Event("raise in the next backward, before any gradient", Rank.fail_in_next_backward),
     "x": Event("raise in the next backward, after the first gradients", _in_hook_of("a", _fail)),
     # Gradients, parameters and modules
     "Z": Event("zero_grad()", lambda rank: rank.optimizer.zero_grad()),
     "z": Event("zero_grad(set_to_none=False)", lambda rank: rank.optimizer.zero_grad(False)),
     "S": Event("optimizer.step()", lambda rank: rank.optimizer.step()),
-    "K": Event("clip", lambda rank: nn.utils.clip_grad_norm_(rank.net.parameters(), 0.5)),
     "P": Event("freeze the last layer", lambda rank: rank.net.last_layer.requires_grad_(False)),
-    "Y": Event("each rank freezes a layer of its own choice", Rank.freeze_own_choice),
+    "Y": Event("each rank freezes another layer", Rank.freeze_own_choice),
     "U": Event("unfreeze all", lambda rank: rank.net.requires_grad_(True)),
     "D": Event("load the state_dict", Rank.load),
     "A": Event("assign .data", Rank.assign_data),
-    "a": Event("assign a module", lambda rank: setattr(rank.net, "criterion", nn.MSELoss())),
     "r": Event("put the last layer into a Sequential", Rank.rename),
-    "p": Event("prune the last layer", lambda rank: prune.identity(rank.net.last_layer, "weight")),
-    "Q": Event("barrier", lambda rank: dist.barrier()),
 }

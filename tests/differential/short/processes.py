@@ -1,8 +1,7 @@
-"""Ranks that play programs: forked from a warm process, and replaced when they are stuck.
+"""Ranks that play programs: forked from a warm process, and replaced when one hangs.
 
-The process of the command has imported everything. It forks the ranks of each side, stock's and
-ours, and forks them again where one is stuck. Ranks play many programs in one process group, and
-make another group after an error that all of them had.
+The process of the command has imported everything. It forks the ranks of stock DDP and of
+tritonddp. Ranks play many programs in one process group, and make another group after an error.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from differential.short.events import EVENTS, Rank, State
 
 # Seconds after which a collective gives up, and all that a program may take then.
 TIMEOUT, LIMIT = 6.0, 12.0
-# Seconds for the other ranks, once one has ended or failed; and for stock's, which may be stuck.
+# Seconds for the other ranks, once one has ended or failed; and for the ranks of stock DDP.
 GRACE, STUCK = 1.0, 3.0
 _PROGRAMS_A_COLLECTION = 50
-_ERRORS_A_PROCESS = 100  # what an error leaves behind piles up
+_ERRORS_A_PROCESS = 100  # each error leaves some memory
 _FORK = multiprocessing.get_context("fork")
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class Played(NamedTuple):
-    """What a rank had after each event, and the error that ended it."""
+    """The state of a rank after each event, and the error that ended it."""
 
     states: list[State]
     error: str = ""
@@ -51,7 +50,7 @@ class Answer(NamedTuple):
 
     @property
     def error(self) -> str:
-        """The one of the first rank that has one."""
+        """The error of the first rank that has one."""
         errors = (
             f"rank {rank}: {each.error}" for rank, each in enumerate(self.ranks) if each.error
         )
@@ -94,7 +93,7 @@ class Side:
         return Answer(ranks, time.monotonic() - self.began)
 
     def _collect(self) -> dict[int, Played]:
-        """The answers by rank. Kill a process that has ended its program, if others wait."""
+        """The answers by rank. Kill the processes that have ended, if others wait."""
         answers: dict[int, Played] = {}
         waiting = {connection: rank for rank, (_, connection) in enumerate(self.workers)}
         is_stock = self.wrapper == STOCK
@@ -106,7 +105,7 @@ class Side:
             if not ready:
                 if is_stock or left or not answers:
                     break
-                # As if these were programs that have ended: the others see their connections close.
+                # The others see that connections close, as if these processes had exited.
                 left, deadline = True, now + LIMIT
                 for rank in answers:
                     self.workers[rank][0].kill()
@@ -159,7 +158,7 @@ def _be_a_rank(wrapper: str, rank: int, world_size: int, connection: Connection)
         configuration, word, store = connection.recv()
         if store != joined:
             if dist.is_initialized():
-                groups.append(dist.group.WORLD)  # whose end might wait for what is on its way
+                groups.append(dist.group.WORLD)  # destroying it might wait for a collective
                 dist.destroy_process_group()
             joined = store
             dist.init_process_group(
@@ -185,7 +184,7 @@ def _play(
         for letter in word:
             EVENTS[letter].perform(rank)
             states.append(rank.state)
-        # Where a reduction has not ended, stock says so at the next forward.
+        # If a reduction has not ended, stock raises at the next forward.
         rank.forward()
     except Exception as error:
         where = f"event {len(states)} ({word[len(states) : len(states) + 1]})"

@@ -1,4 +1,4 @@
-"""No short program sees anything else with tritonddp than with stock DDP."""
+"""Each short program sees the same with tritonddp and with stock DDP."""
 
 import re
 from collections.abc import Callable
@@ -8,14 +8,13 @@ import pytest
 from launched import ROOT, run
 
 from differential.short.configurations import PARTS, Configuration
-from differential.short.words import RULES, alphabet, documented, is_sensible, sample, steps
+from differential.short.words import RULES, documented, is_sensible, sample, steps
 
 COMMAND = Path(__file__).parents[1] / "run.py"
 CONFIGURATIONS = (
     *("plain", "plain+warm", "bare", "bare+warm", "bare+group", "bare+views", "views+warm"),
-    *("unused", "unused+bare+views", "finds", "small", "small+bare+warm+group", "static", "nobuf"),
-    *("allreduce", "bare+probe", "bare+probe+warm+views", "bare+judge", "bare+judge+warm"),
-    *("hidden", "hidden+views+warm", "function", "caught", "expert", "cache", "lazy"),
+    *("unused", "unused+bare+views", "small", "small+bare+warm+group", "static", "nobuf"),
+    *("allreduce", "hidden", "hidden+views+warm", "function", "expert", "cache"),
     *("bare+replicate", "hidden+replicate", "expert+replicate", "views+bare+replicate+warm"),
 )
 # With two ranks and with three, each first in turn.
@@ -24,7 +23,7 @@ CASES = [
     for place, name in enumerate(CONFIGURATIONS)
     for world_size in ((3, 2) if place % 2 else (2, 3))
 ]
-QUICK = ("plain", "bare+warm", "bare+probe", "hidden", "expert", "cache", "bare+replicate")
+QUICK = ("plain", "bare+warm", "hidden", "expert", "cache", "bare+replicate")
 
 
 def play(*arguments: object, expected: int = 0) -> None:
@@ -49,12 +48,6 @@ def test_some_programs_of_three_to_five_events(name: str, world_size: int) -> No
 
 
 @pytest.mark.long
-def test_stock_sees_the_same_twice() -> None:
-    names = "plain,bare+warm,hidden,cache,small,bare+probe"
-    play("--config", names, "--wrapper", "stock", "--length", 4, "--sample", 100)
-
-
-@pytest.mark.long
 def test_a_wrapper_with_a_fault_is_found() -> None:
     fault = ("--wrapper", "MadeInTheFirstForward")
     play("--config", "bare", "--only", "IFBS", *fault, expected=1)
@@ -74,11 +67,11 @@ def test_a_rule_quotes_the_page_of_differences_and_lets_few_programs_pass(
 ) -> None:
     assert row in re.sub(r"\s+", " ", (ROOT / "docs" / "differences.md").read_text())
     shares = []
-    for configuration in map(Configuration, ("plain", "static", "bare", "unused", "finds")):
+    for configuration in map(Configuration, ("plain", "static", "bare", "unused")):
         words = sample(3, configuration, 500, seed=0)
         kinds = [any(holds(step, configuration) for step in steps(word)) for word in words]
         shares.append(sum(kinds) / len(kinds))
-    assert 0 < max(shares) < 0.2
+    assert 0 < max(shares) < 0.25
 
 
 def test_a_difference_before_the_documented_event_is_a_fault() -> None:
@@ -88,23 +81,12 @@ def test_a_difference_before_the_documented_event_is_a_fault() -> None:
     assert not documented("FBS", 2, configuration)
 
 
-def test_a_word_with_an_event_that_does_nothing_is_left_out() -> None:
+def test_a_word_with_an_event_that_does_nothing_is_not_played() -> None:
     configuration = Configuration("bare")
-    for word in ("B", "FbL", "ZFBS", "QQFBS", "UFBS", "FBST", "PPFBS", "FCS"):
+    for word in ("B", "FbL", "ZFBS", "UFBS", "FBST", "PPFBS", "FCS"):
         assert not is_sensible(word, configuration), word
-    for word in ("FBS", "FFbBS", "TFBS", "uOQFBS", "PUFBS", "FRBS", "FFCS"):
+    for word in ("FBS", "FFbBS", "TFBS", "OFBS", "PUFBS", "FRBS", "FFCS"):
         assert is_sensible(word, configuration), word
-
-
-def test_a_configuration_has_the_events_that_mean_the_same_for_it() -> None:
-    def letters(name: str) -> set[str]:
-        return {*alphabet(Configuration(name))}
-
-    assert letters("bare") ^ letters("plain") == {*"OowsE"}  # rank 0 alone; modes are the same
-    assert letters("unused") - letters("plain") == {"Y"}
-    assert letters("bare") - letters("bare+replicate") == {"M"}
-    with pytest.raises(ValueError, match="unknown parts"):
-        Configuration("bare+wings")
 
 
 def test_each_part_is_in_a_configuration_that_is_played() -> None:

@@ -1,4 +1,4 @@
-"""A program is a word, one letter an event: which words say something, and what happens in them.
+"""A program is a word, one letter an event: which words are played, and their states.
 
 The rules at the end are differences that docs/differences.md describes.
 """
@@ -13,20 +13,20 @@ from typing import NamedTuple
 from differential.short.configurations import Configuration
 from differential.short.events import EVENTS
 
-# What every program ends with: a usual step, whose numbers show what is left of the events before.
+# Every program ends with a usual step, whose numbers depend on the events before.
 TAIL = "FBS"
-# Events that keep an output, that go backward through some, and that wait for the next backward.
-FORWARDS, BACKWARDS, PLANS = "FfnW", "BbRNC", "TVHjowsXx"
-RAISING = "Xxu"
-# How many outputs have to be kept before an event.
+# Events that keep an output, that run a backward, and that wait for the next backward.
+FORWARDS, BACKWARDS, PLANS = "FfnW", "BbRNC", "TVowXx"
+RAISING = "Xx"
+# How many outputs an event needs.
 NEEDS = dict.fromkeys("BRNGL", 1) | dict.fromkeys("bC", 2)
 
 
 class Output(NamedTuple):
-    """One that is kept: by which event it was made, and which events had frozen layers then."""
+    """An output that is kept."""
 
-    letter: str
-    frozen: str
+    letter: str  # the event that made it
+    frozen: str  # the events that had frozen layers before
 
 
 class Step(NamedTuple):
@@ -34,9 +34,9 @@ class Step(NamedTuple):
 
     letter: str
     outputs: tuple[Output, ...]  # all that are kept, the oldest first
-    used: tuple[Output, ...]  # those whose backward it is
+    used: tuple[Output, ...]  # the outputs of this backward
     plans: str  # events that wait for this backward
-    armed: bool  # whether a forward outside of no_sync has armed a reduction that has not run yet
+    armed: bool  # whether a forward outside no_sync has armed a reduction that has not run yet
     frozen: str  # the events that have frozen layers
     has_gradients: bool
     backwards: int  # how many have ended
@@ -59,11 +59,11 @@ def steps(word: str) -> list[Step]:
             outputs = outputs[1:]
         elif letter in "bC":
             outputs = outputs[:-1] if letter == "b" else ()
-        if letter in BACKWARDS or letter in "Mu":
+        if letter in BACKWARDS or letter == "M":
             # A backward that raises before its first gradient leaves the reduction armed.
-            fails = {letter, *plans} & {*RAISING}
-            armed = letter == "u" or (armed and (letter == "M" or bool(fails)))
-            has_gradients = has_gradients or not fails & {*"uX"}
+            fails = {*plans} & {*RAISING}
+            armed = armed and (letter == "M" or bool(fails))
+            has_gradients = has_gradients or "X" not in fails
             backwards += not fails
             plans = ""
         elif letter in PLANS:
@@ -78,11 +78,8 @@ def steps(word: str) -> list[Step]:
 
 
 def is_sensible(word: str, configuration: Configuration) -> bool:
-    """Whether each event is for this configuration and does something.
-
-    Whether stock DDP gets through it shows when it is played.
-    """
-    *trace, end = steps(f"{word}Q")
+    """Return True if each event is for this configuration and does something."""
+    *trace, end = steps(f"{word}e")
     return not end.plans and all(
         _is_for(step.letter, configuration)
         and _does_something(step, word[:place])
@@ -103,29 +100,28 @@ def _does_something(step: Step, before: str) -> bool:
         return letter not in step.frozen
     if letter == "U":
         return bool(step.frozen)
-    if letter in "ZzSK" and not step.has_gradients:
+    if letter in "ZzS" and not step.has_gradients:
         return False
-    if letter in "rp":
+    if letter == "r":
         return letter not in before
-    return not (letter in "ZQaAD" and before.endswith(letter))
+    return not (letter in "ZAD" and before.endswith(letter))
 
 
 def _is_for(letter: str, configuration: Configuration) -> bool:
-    if letter in "Oows":  # who broadcasts buffers, waits for the others
+    if letter in "Oow":  # a broadcast of buffers waits for the other ranks
         return not configuration.broadcasts
-    if letter == "E":  # else it is the same as in eval()
-        return configuration.net == "norm"
-    if letter == "x":  # stock goes on with a static graph whose end it has never seen
+    # A static graph uses the same layers in each step, and stock must have seen its end.
+    if letter in "fx":
         return "static" not in configuration.parts
     if letter == "Y":  # else frozen layers are an error, or unequal
-        return configuration.finds_unused
+        return "unused" in configuration.parts
     return not (configuration.is_in_place and letter == "M")
 
 
 def _is_the_same_in_place(step: Step) -> bool:
-    """In place the backward decides, and the forward under ``no_sync``; stock asks forwards alone.
+    """In place the backward decides, and the forward under ``no_sync``; in stock only forwards do.
 
-    So stock has to reduce each backward outside of ``no_sync``, and none inside.
+    So stock must reduce each backward outside ``no_sync``, and none inside.
     """
     if step.letter == "N":
         return not step.armed
@@ -136,20 +132,18 @@ def alphabet(configuration: Configuration) -> str:
     return "".join(letter for letter in EVENTS if _is_for(letter, configuration))
 
 
-def all_words(length: int, configuration: Configuration, tail: str = TAIL) -> Iterator[str]:
+def all_words(length: int, configuration: Configuration) -> Iterator[str]:
     """All sensible programs of at most ``length`` events before the tail, the short ones first."""
     letters = alphabet(configuration)
     for count in range(1, length + 1):
         for chosen in itertools.product(letters, repeat=count):
-            word = "".join(chosen) + tail
+            word = "".join(chosen) + TAIL
             if is_sensible(word, configuration):
                 yield word
 
 
-def sample(
-    length: int, configuration: Configuration, count: int, seed: int, tail: str = TAIL
-) -> list[str]:
-    """So many different sensible programs of three to ``length`` events before the tail."""
+def sample(length: int, configuration: Configuration, count: int, seed: int) -> list[str]:
+    """Different sensible programs of three to ``length`` events before the tail."""
     chance = random.Random(f"{length} {configuration.name} {seed}")
     letters = alphabet(configuration)
     found: dict[str, None] = {}
@@ -157,14 +151,13 @@ def sample(
         if len(found) == count:
             break
         count_of_events = chance.randint(min(3, length), length)
-        word = "".join(chance.choices(letters, k=count_of_events)) + tail
+        word = "".join(chance.choices(letters, k=count_of_events)) + TAIL
         if is_sensible(word, configuration):
             found[word] = None
     return list(found)
 
 
-# Documented differences: what the page says, word by word, and the events after which a program may
-# differ so.
+# Documented differences: a quotation of the page, and the events after which a program may differ.
 RULES: dict[str, Callable[[Step, Configuration], bool]] = {
     "**A backward inside `no_sync` of a forward outside** is local": lambda step, _: (
         step.letter == "N" and step.armed
@@ -173,22 +166,18 @@ RULES: dict[str, Callable[[Step, Configuration], bool]] = {
     "a further backward through a forward outside is reduced": lambda step, _: (
         step.letter != "N" and not step.armed and any(each.letter != "n" for each in step.used)
     ),
-    # Stock reduces its next backward, even if that does not go through the wrapper. And the first
-    # one says how often ``static_graph`` waits for each parameter.
+    # Stock reduces its next backward, even if it bypasses the wrapper. With ``static_graph`` the
+    # first one determines how often it waits for each parameter.
     "Backwards only through `.module`": lambda step, configuration: (
         step.letter == "M" and (step.armed or _is_first_of_static(step, configuration))
     ),
-    # Autograd gives no gradient to what was frozen since; stock gives zeros or the mean.
+    # Autograd gives no gradient to a layer that was frozen later; stock gives zeros or the mean.
     "[Parameters frozen, replaced or added]": lambda step, _: (
         bool(step.frozen) and any(not each.frozen for each in step.used)
     ),
     # With ``static_graph`` stock reduces all at the end of the first backward of any kind.
     "[Gradients on request]": lambda step, configuration: (
         step.letter == "G" and _is_first_of_static(step, configuration)
-    ),
-    # Each rank freezes its own layer, and ours has not been told to expect that.
-    "models, frozen or added parameters": lambda step, configuration: (
-        step.letter == "Y" and "finds" in configuration.parts
     ),
 }
 
