@@ -59,12 +59,12 @@ PARTS = "step", "whole"
 class Training:
     """Steps of a wrapped network."""
 
-    def __init__(self, wrap: Any, optimize: Any) -> None:
+    def __init__(self, wrap: Any, optimize: Any, views: bool = False) -> None:
         torch.manual_seed(0)
         layers: list[nn.Module] = []
         for _ in range(LAYERS):
             layers += [nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU()]
-        self.model = wrap(nn.Sequential(*layers))
+        self.model = wrap(nn.Sequential(*layers), gradient_as_bucket_view=views)
         self.optimizer = optimize(self.model.parameters())
         self.inputs = torch.randn(BATCH, WIDTH)
 

@@ -82,7 +82,9 @@ def _take_part(device_type: str, timeout: float, model: Sequence[float]) -> None
     with _stage("transport", is_shown) as tell:
         refusal = _refusal(device)
         if refusal is None:
-            tell("shared memory of the ranks of a host" + f", {backend} between" * (hosts > 1))
+            tell(
+                "shared memory of the ranks of a host" + f", {backend} between hosts" * (hosts > 1)
+            )
         else:
             tell(f"the process group ({backend}): {refusal.why}")
     with _stage("network", is_shown) as tell:
