@@ -23,6 +23,7 @@ import inspect
 import itertools
 import os
 import pickle
+import queue
 import signal
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -116,15 +117,17 @@ def run_ranks(
         _leave_group()
         workers = _pool(world_size, interprets)
         folder = tempfile.TemporaryDirectory(prefix="tritonddp-test-")
-        _kept.append(_Kept(kind, workers, folder))
-    store = os.path.join(_kept[0].folder.name, "store")
+        _kept.append((kind, workers, folder))
+    _, _, folder = _kept[0]
+    store = os.path.join(folder.name, "store")
     job = pickle.dumps((function, args))
     test = os.environ.get(_TEST, "")
     for rank, worker in enumerate(workers):
         worker.send(store, rank, world_size, timeout, backend, keeps_group, job, test)
     answers, silent = _collect(workers, timeout)
     if not keeps_group:
-        _kept.pop().folder.cleanup()
+        _kept.pop()
+        folder.cleanup()
     failed = [rank for rank, answer in answers.items() if answer[0] not in _FINE]
     if not failed and not silent:
         if answers[0][0] == "skipped":
@@ -136,15 +139,8 @@ def run_ranks(
     pytest.fail(report, pytrace=False)
 
 
-class _Kept(NamedTuple):
-    """A group that processes keep between tests."""
-
-    kind: Any
-    workers: list[_Worker]
-    folder: tempfile.TemporaryDirectory[str]
-
-
-_kept: list[_Kept] = []  # at most one
+# The group that processes keep between tests, if any: its kind, its processes and its folder.
+_kept: list[tuple[Any, list[_Worker], tempfile.TemporaryDirectory[str]]] = []
 _LEAVE = 10.0  # seconds for all ranks to leave a group
 
 
@@ -194,8 +190,8 @@ def _report(
         if kind not in _FINE
     ]
     why = "did not end after another rank failed" if parts else f"{RAN_TOO_LONG} {timeout} s"
-    stacks = {rank: workers[rank].stacks() for rank in silent}
-    for rank, stack in stacks.items():
+    for rank in silent:
+        stack = workers[rank].stacks()
         parts.append(f"rank {rank} of {len(workers)} {why}. It is here:\n{stack}")
     return "\n".join(parts)
 
@@ -339,15 +335,12 @@ def _serve(descriptor: int) -> None:
     gc.collect()
     gc.freeze()  # exclude torch from the collections between tests
     connection.send(("ready", None))
-    jobs = _jobs(connection)
-    for job in jobs:
+    for job in _jobs(connection):
         connection.send_bytes(_run(*job))
 
 
 def _jobs(connection: Connection) -> Iterator[Any]:
     """Yield jobs. End this process immediately when pytest has ended."""
-    import queue
-
     received: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def listen() -> None:
@@ -496,25 +489,16 @@ def give_up_after(seconds: float, group: Any) -> None:
 
 # Methods of a process group, and the names of the functions of torch.distributed. Some methods have
 # other names in other releases.
-_COLLECTIVES = {
+_SAME = "barrier broadcast gather recv reduce reduce_scatter scatter send"
+_COLLECTIVES = {name: name for name in f"{_SAME} all_gather_single all_to_all_single".split()} | {
     "_allgather_base": "all_gather_single",
     "_reduce_scatter_base": "reduce_scatter_tensor",
-    "all_gather_single": "all_gather_single",
     "allgather": "all_gather",
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce_coalesced",
-    "all_to_all_single": "all_to_all_single",
     "alltoall": "all_to_all",
     "alltoall_base": "all_to_all_single",
-    "barrier": "barrier",
-    "broadcast": "broadcast",
-    "gather": "gather",
-    "recv": "recv",
-    "reduce": "reduce",
-    "reduce_scatter": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter_tensor",
-    "scatter": "scatter",
-    "send": "send",
 }
 
 

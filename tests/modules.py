@@ -169,19 +169,6 @@ class Withheld(torch.autograd.Function):
         return grad, grad.new_full(ctx.shape, grad.sum().item()) if ctx.gives else None, None
 
 
-def forwarding(cls: Any) -> Any:
-    """A subclass of the wrapper that forwards missing attributes to the module."""
-
-    class Forwarding(cls):
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                return getattr(self.module, name)
-
-    return Forwarding
-
-
 def by_pickle(module: nn.Module) -> Any:
     """Copy the module."""
     return pickle.loads(pickle.dumps(module))

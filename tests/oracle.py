@@ -89,6 +89,7 @@ class Alone(nn.Module):
 
 
 Net = Alone | DistributedDataParallel
+Step = Callable[[Net, int], object]  # a step of a rank
 
 
 def one_per_rank(module: nn.Module) -> list[Alone]:
@@ -102,24 +103,14 @@ def seed(rank: int, step: int) -> None:
     torch.default_generator.manual_seed(1000 * step + rank)
 
 
-def play(
-    step: Callable[[Net, int], object],
-    ddp: DistributedDataParallel,
-    alone: Sequence[Alone],
-    number: int,
-) -> None:
+def play(step: Step, ddp: Any, alone: Sequence[Alone], number: int) -> None:
     """Step ``number``: with the unwrapped model of each rank, then with the wrapper."""
     for rank, net in [*enumerate(alone), (dist.get_rank(), ddp)]:
         seed(rank, number)
         step(net, rank)
 
 
-def in_step(
-    step: Callable[[Net, int], object],
-    ddp: DistributedDataParallel,
-    alone: Sequence[Alone],
-    number: int,
-) -> None:
+def in_step(step: Step, ddp: Any, alone: Sequence[Alone], number: int) -> None:
     """:func:`play` a step. The gradients must match."""
     play(step, ddp, alone, number)
     assert_mean(ddp, alone, f"step {number}")

@@ -7,6 +7,8 @@ assert_right_step(ddp, drawn(5, 4, step=3))
 """
 
 import copy
+import os
+import tempfile
 import threading
 import warnings
 from collections import Counter
@@ -144,6 +146,18 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(former)
+
+
+@contextmanager
+def in_folder() -> Iterator[None]:
+    """Context: the working directory is a new folder, which is deleted at the end."""
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
 
 
 def in_threads(*calls: Callable[[], Any]) -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 LR = 0.05
+CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 STOCK = {"find_unused_parameters": True}
 
 
@@ -90,9 +91,3 @@ def train(
             loss_of(ddp, dist.get_rank(), step).backward()
             optimizer.step()
             optimizer.zero_grad()  # so that a rank has no gradients at the end of its inputs
-
-
-def assert_close(actual: Any, expected: Any, what: str) -> None:
-    torch.testing.assert_close(
-        actual, expected, rtol=1e-11, atol=1e-11, msg=lambda text: f"{what}: {text}"
-    )

@@ -27,7 +27,6 @@ needs_pipelines = _needs(TORCH != (2, 9), "another torch than 2.9: its pipelines
 HAS_QUIET_GLOO = TORCH >= (2, 11)
 needs_quiet_gloo = _needs(HAS_QUIET_GLOO, "torch 2.11, whose gloo prints nothing into our lines")
 needs_hook_chains = _needs(TRITON >= (3, 5), "Triton 3.5: chains of launch hooks")
-HAS_FAKE_COLLECTIVES = TORCH >= (2, 11)  # a broadcast fails under FakeTensorMode until then
 COLLECTS_LIVE_STORAGES = TORCH < (2, 10)
 
 

@@ -1,20 +1,23 @@
 """``tritonddp doctor``: what it shows is true, advice follows from it, and errors are named."""
 
-import argparse
 import os
 import re
+import subprocess
 import sys
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import launched
 import pytest
 import torch
 import torch.distributed as dist
-from hosts import ROOT, hosts_or_skip, outputs
+from launched import ROOT
 from versions import needs_quiet_gloo
 
+from benchmarks.network import namespaces
 from tritonddp.cli import doctor, doctor_ranks
 from tritonddp.cli.doctor_wires import Lines
+from tritonddp.cli.main import main
 from tritonddp.coordination.host.connect import Refusal
 
 COMMAND = ["-m", "tritonddp", "doctor", "--device", "cpu"]
@@ -32,9 +35,7 @@ def value(lines: list[str], name: str) -> str:
 
 
 def in_process(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    doctor.add_arguments(parser)
-    return doctor.main(parser.parse_args([*words]))
+    return main(["doctor", *words])
 
 
 @needs_quiet_gloo
@@ -182,11 +183,26 @@ def test_a_backward_without_parameters_is_refused(capsys):
         in_process("--parameters", "0")
 
 
+@pytest.fixture
+def hosts():
+    """Two emulated hosts, each sending up to 200 Mbit/s, if this machine supports them."""
+    with ExitStack() as stack:
+        try:
+            yield stack.enter_context(namespaces.network(2, 200e6))
+        except namespaces.NetworkUnavailableError as error:
+            pytest.skip(str(error))
+
+
 @pytest.mark.long
-def test_two_hosts_show_the_rates_within_and_between_them():
-    with hosts_or_skip(2, 200e6) as hosts:
-        model = ("--parameters", "10.5e6", "--backward-ms", "100")
-        texts = outputs(hosts, *COMMAND, *model, ranks_per_host=2)
+def test_two_hosts_show_the_rates_within_and_between_them(hosts):
+    words = [sys.executable, *COMMAND, "--parameters", "10.5e6", "--backward-ms", "100"]
+    processes = []
+    for rank in range(4):
+        env = os.environ | {"PYTHONPATH": str(ROOT)} | namespaces.rank_environment(hosts, rank, 2)
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
+        processes.append(hosts[rank // 2].start(words, **options))
+    texts, errors = zip(*(each.communicate(timeout=400) for each in processes), strict=True)
+    assert not any(each.returncode for each in processes), errors
     lines = texts[0].splitlines()
     assert value(lines, "group") == "4 ranks on 2 hosts, gloo, cpu"
     assert "gloo between" in value(lines, "transport")

@@ -35,8 +35,6 @@ def work(rank, file):
 if __name__ == "__main__":
     torch.multiprocessing.spawn(work, sys.argv[1:2])
 """
-HIDDEN = "hidden = 'the hidden one has run'"
-BROKEN = "raise ImportError('no triton here')"
 
 
 @pytest.mark.long
@@ -45,10 +43,9 @@ def test_spawned_processes_and_hidden_modules(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     counts.mkdir()
     hidden.mkdir()
-    (hidden / "sitecustomize.py").write_text(HIDDEN)
+    (hidden / "sitecustomize.py").write_text("hidden = 'the hidden one has run'")
     variables = environment(RUN, folder=str(counts))
-    path = [variables["PYTHONPATH"], str(hidden), str(ROOT)]
-    variables["PYTHONPATH"] = os.pathsep.join(path)
+    variables["PYTHONPATH"] += f"{os.pathsep}{hidden}{os.pathsep}{ROOT}"
     store = str(tmp_path / "store")
     done = launched.run(script, store, "--lr", "0.1", nproc=None, env=variables)
     assert done.returncode == 0, done.stderr
@@ -61,15 +58,9 @@ def test_spawned_processes_and_hidden_modules(tmp_path: Path) -> None:
 
 
 def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A Python process below ``tritonddp run``."""
-    return subprocess.run(
-        [sys.executable, *words],
-        env={**os.environ, **environment(RUN, folder="/nowhere"), **variables},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    """Run a Python process below ``tritonddp run``."""
+    env = {**environment(RUN, folder="/nowhere"), **variables}
+    return launched.run(*words, nproc=None, env=env)
 
 
 def test_a_process_without_torch_imports_nothing_more() -> None:
@@ -84,7 +75,7 @@ def test_a_class_that_cannot_be_replaced_is_named(tmp_path: Path) -> None:
     """A process of another environment keeps torch's class; an error here ends the import."""
     (tmp_path / "torch.py").touch()
     (tmp_path / "tritonddp").mkdir()
-    (tmp_path / "tritonddp" / "__init__.py").write_text(BROKEN)
+    (tmp_path / "tritonddp" / "__init__.py").write_text("raise ImportError('no triton here')")
     script = tmp_path / "script.py"
     script.write_text("import torch; print('imported')")
     session = environment(RUN, folder="/nowhere")["TRITONDDP_SESSION"]
@@ -107,8 +98,8 @@ def test_a_class_that_cannot_be_replaced_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_torchrun_gets_the_words_and_its_variables(
-    words: str, nnodes: str, expected: Any, monkeypatch: Any, capsys: Any, tmp_path: Path
-) -> None:
+    words, nnodes, expected, monkeypatch, capsys, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     calls: list[Any] = []
@@ -148,9 +139,7 @@ def test_all_options_of_torchrun_are_known() -> None:
         ("compare --html /no/a.html train.py", "compare: error: there is no folder /no"),
     ],
 )
-def test_a_wrong_argument_is_named(
-    words: str, text: str, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_wrong_argument_is_named(words, text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     with pytest.raises(SystemExit) as caught:
@@ -171,6 +160,6 @@ def test_a_script_that_fails_before_it_wraps_shows_its_own_error(tmp_path: Path)
     words = ("-m", "tritonddp", "run", script)
     done = launched.run(*words, nproc=None, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 1
-    (line,) = [each for each in done.stderr.splitlines() if each.startswith("tritonddp run:")]
     # Both ranks fail; torchrun names the rank that ended first.
-    assert re.search(r"before it wrapped a model: rank [01]: ValueError: no data here", line)
+    error = r"^tritonddp run:.* before it wrapped a model: rank [01]: ValueError: no data here"
+    assert len(re.findall(error, done.stderr, re.MULTILINE)) == 1

@@ -110,7 +110,7 @@ def test_no_launch_resumes_from_the_file_of_another(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(RESUMING)
     words = ("-m", "tritonddp", "compare", "--seconds", "0", script)
-    done = launched.run(*words, nproc=None, env=ENV, cwd=tmp_path, timeout=300)
+    done = launched.run(*words, nproc=None, env=ENV, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "steps 6 to 10 of 1 whole launch of each" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

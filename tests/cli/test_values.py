@@ -15,18 +15,12 @@ from tritonddp.cli.comparison.values import DIFFERENT, IDENTICAL, ROUNDING, Capt
 Take = Callable[..., Captured]
 
 
-def wrapper() -> nn.Module:
-    """A module with gradients, as the attribute ``module`` of another module."""
-    torch.manual_seed(0)
-    module = nn.Linear(20, 10)
-    module(torch.randn(4, 20)).square().sum().backward()
-    return nn.ModuleDict({"module": module})
-
-
 @pytest.fixture
 def take(tmp_path: Path) -> Take:
     def captured(*changes: Any, other_rank: str | None = None) -> Captured:
-        model = wrapper()
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"module": nn.Linear(20, 10)})  # stands for a wrapper
+        model.module(torch.randn(4, 20)).square().sum().backward()
         for change in changes:
             change(model.module)
         path = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -67,9 +61,7 @@ def infinity(model: nn.Linear) -> None:
         (lambda m: m.bias.grad.fill_(1e-9), lambda m: m.bias.grad.neg_(), ROUNDING, []),
     ],
 )
-def test_a_difference_is_rounding_or_wrong_and_named(
-    both: Any, change: Any, state: str, names: list[str], take: Take
-) -> None:
+def test_a_difference_is_rounding_or_wrong_and_named(both, change, state, names, take):
     for step in (1, 2):
         found = judge(f"gradients of backward {step}", [(take(both), take(both, change))])
         assert (found.state, list(found.names)) == (state, names)

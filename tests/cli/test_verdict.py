@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,25 +15,17 @@ from tritonddp.cli.comparison.turns import Launches, Pair, Plan
 from tritonddp.cli.comparison.verdict import Launch, Ratio
 from tritonddp.cli.terminal import Progress
 
-Many = Callable[[int], list[Launch]]  # makes this many launches
 PAIRS = 48  # the default
 
 
-def launches(generator: random.Random, ratio: float, between: float = 0.01) -> Many:
-    """Launches that differ, whose blocks have noise of 5 %, some of them more."""
+def launch(generator: random.Random, ratio: float, between: float) -> Launch:
+    """A launch whose ratio varies by ``between``. Its blocks have noise of 5 %, some have more."""
 
     def block() -> float:
         return math.exp(generator.gauss(0, 0.05)) * (2 if generator.random() < 0.05 else 1)
 
-    def make(count: int) -> list[Launch]:
-        made = []
-        for _ in range(count):
-            factor = ratio * math.exp(generator.gauss(0, between))
-            first, second = ([block() for _ in range(PAIRS)] for _ in range(2))
-            made.append(Launch.of(first, [factor * each for each in second]))
-        return made
-
-    return make
+    factor = ratio * math.exp(generator.gauss(0, between))
+    return Launch.of([block() for _ in range(PAIRS)], [factor * block() for _ in range(PAIRS)])
 
 
 @pytest.mark.parametrize(
@@ -48,15 +39,13 @@ def launches(generator: random.Random, ratio: float, between: float = 0.01) -> M
     ],
 )
 def test_the_interval_and_the_verdict_are_seldom_wrong(
-    truth: float,
-    between: float,
-    is_right: Callable[[Ratio], bool],
-    rounds: int,
-    most_errors: int,
-) -> None:
-    make = launches(random.Random(0), truth, between)
-    errors = sum(not is_right(Ratio.over(make(6))) for _ in range(rounds))
-    assert errors <= most_errors
+    truth, between, is_right, rounds, most_errors
+):
+    generator = random.Random(0)
+    ratios = [
+        Ratio.over([launch(generator, truth, between) for _ in range(6)]) for _ in range(rounds)
+    ]
+    assert sum(not is_right(each) for each in ratios) <= most_errors
 
 
 @pytest.mark.parametrize("pairs", [2, 4, 8])
@@ -89,9 +78,7 @@ NOISE = "noise (launches differ): not yet conclusive"
         (1.3, 0.2, 5e4, False, NOISE),
     ],
 )
-def test_the_sentence_names_the_difference_or_the_noise(
-    value: float, low: float, high: float, is_different: bool, text: str
-) -> None:
+def test_the_sentence_names_the_difference_or_the_noise(value, low, high, is_different, text):
     ratio = Ratio(1.0, value, low, high, 2)
     sentence = ratio.sentence("stock", "ours")
     assert text in sentence

@@ -54,9 +54,8 @@ def with_accelerate(client: Client) -> None:
 def with_fabric(client: Client) -> None:
     """Lightning Fabric: a loop of the user, with accumulation by ``no_backward_sync``."""
     from lightning.fabric import Fabric
-    from lightning.fabric.strategies import DDPStrategy
 
-    strategy = DDPStrategy()
+    strategy: Any = "ddp"
     if client.triton:
         from tritonddp.integrations.fabric import TritonDDPStrategy
 
@@ -206,52 +205,6 @@ def with_ignite(client: Client) -> None:
     trainer.run(loader, max_epochs=2)
     average = ema.ema_model.state_dict()["6.weight"].double().sum().item()
     client.report(model, network, average=average)
-
-
-def with_lightning(client: Client) -> None:
-    """Trainer, with gradient accumulation and clipping."""
-    from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.strategies import DDPStrategy
-
-    class Classifier(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = client.network()
-
-        def training_step(self, batch: Any, _: int) -> Tensor:
-            inputs, labels = batch
-            return F.cross_entropy(self.network(inputs), labels)
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            client.step_ended()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-        def on_train_end(self) -> None:
-            wrappers.append(self.trainer.model)
-
-    wrappers: list[Any] = []  # the model itself must not hold the wrapper that holds it
-    strategy = DDPStrategy()
-    if client.triton:
-        from tritonddp.integrations.lightning import TritonDDPStrategy
-
-        strategy = TritonDDPStrategy()
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=client.world_size,
-        max_epochs=1,
-        accumulate_grad_batches=2,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    classifier = Classifier()
-    trainer.fit(classifier, DataLoader(images(16 * 24), 8, shuffle=True))
-    client.report(wrappers[0], classifier.network)
 
 
 def with_mmengine(client: Client) -> None:

@@ -1,6 +1,5 @@
 """The parts of all trainings: the class that wraps, the same seed, and the report at the end."""
 
-import argparse
 import hashlib
 import json
 import logging
@@ -29,9 +28,9 @@ class Client:
         triton: tritonddp wraps or replicates; otherwise torch's class wraps.
     """
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.in_place, self.triton = arguments.ddp == "in_place", arguments.ddp != "stock"
-        self._unused = arguments.unused
+    def __init__(self, words: list[str]) -> None:
+        self.in_place, self.triton = "in_place" in words, "stock" not in words
+        self._unused = "unused" in words
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # torch's class, even if its names are replaced later.
         self._stock = nn.parallel.DistributedDataParallel

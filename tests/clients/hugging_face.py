@@ -12,6 +12,9 @@ from torch import nn
 # The arguments that all trainers share.
 ARGUMENTS = {
     "use_cpu": True,
+    "per_device_train_batch_size": 4,
+    "max_steps": 12,
+    "learning_rate": 1e-3,
     "save_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,
@@ -43,35 +46,31 @@ def gpt2() -> nn.Module:
     )
 
 
-def trained(client: Client, model: nn.Module, folder: str, **arguments: Any) -> Any:
+def trained(client: Client, model: nn.Module, **arguments: Any) -> Any:
     """A trainer of a language model, after the last step."""
     from transformers import Trainer, TrainingArguments
 
     windows = torch.randint(32, (256, 16), generator=torch.Generator().manual_seed(1))
-    options = TrainingArguments(folder, per_device_train_batch_size=4, **ARGUMENTS, **arguments)
     rows = [{"input_ids": window, "labels": window} for window in windows]
-    trainer = Trainer(model, options, train_dataset=rows)
-    train(client, trainer)
+    with tempfile.TemporaryDirectory() as folder:
+        options = TrainingArguments(folder, **ARGUMENTS, **arguments)
+        trainer = Trainer(model, options, train_dataset=rows)
+        train(client, trainer)
     return trainer
 
 
 def with_transformers(client: Client) -> None:
     """Trainer, with accumulation and activation checkpointing."""
     model = gpt2()
-    arguments = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = trained(client, model, folder, max_steps=12, learning_rate=1e-3, **arguments)
+    trainer = trained(client, model, gradient_accumulation_steps=2, gradient_checkpointing=True)
     wrapped = trainer.model_wrapped
     client.report(wrapped, model, find_unused_parameters=wrapped.find_unused_parameters)
 
 
 def with_transformers_compiled(client: Client) -> None:
-    """Trainer with ``torch_compile=True``."""
+    """Trainer with ``torch_compile=True``. Its default backend, inductor, takes minutes."""
     model = gpt2()
-    # inductor takes minutes
-    arguments = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = trained(client, model, folder, max_steps=12, learning_rate=1e-3, **arguments)
+    trainer = trained(client, model, torch_compile=True, torch_compile_backend="aot_eager")
     wrapped = trainer.model_wrapped
     client.report(getattr(wrapped, "_orig_mod", wrapped), model)
 
@@ -82,8 +81,8 @@ def with_peft(client: Client) -> None:
 
     adapters = LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
     model = get_peft_model(gpt2(), adapters)
+    trainer = trained(client, model)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trained(client, model, folder, max_steps=16, learning_rate=1e-2)
         trainer.save_model(folder)
         saved = sorted(path.name for path in Path(folder).glob("adapter_*"))
     client.report(trainer.model_wrapped, model, saved=saved)
@@ -101,21 +100,12 @@ def with_trl(client: Client) -> None:
     tokens = torch.randint(1, 32, (128, 12), generator=torch.Generator().manual_seed(1))
     masks = [[0] * (3 + number % 4) + [1] * (9 - number % 4) for number in range(len(tokens))]
     rows = Dataset.from_dict({"input_ids": tokens.tolist(), "completion_mask": masks})
-    # Nobody calls this tokenizer: the rows have ids already.
-    words = WordLevel({str(number): number for number in range(32)}, unk_token="0")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(words), unk_token="0", pad_token="0", eos_token="31"
-    )
+    # The trainer requires a tokenizer, but does not call it: the rows have ids.
+    words = Tokenizer(WordLevel({str(number): number for number in range(32)}, unk_token="0"))
+    ends = {"unk_token": "0", "pad_token": "0", "eos_token": "31"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **ends)
     with tempfile.TemporaryDirectory() as folder:
-        options = SFTConfig(
-            folder,
-            bf16=False,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            max_steps=12,
-            learning_rate=1e-3,
-            **ARGUMENTS,
-        )
+        options = SFTConfig(folder, bf16=False, gradient_accumulation_steps=2, **ARGUMENTS)
         trainer = SFTTrainer(model, options, train_dataset=rows, processing_class=tokenizer)
         train(client, trainer)
     client.report(trainer.model_wrapped, model)
@@ -138,14 +128,7 @@ def with_sentence_transformers(client: Client) -> None:
         model = st.SentenceTransformer(modules=[bert, Pooling(32)], device="cpu")
         trainer = st.SentenceTransformerTrainer(
             model,
-            st.SentenceTransformerTrainingArguments(
-                folder,
-                per_device_train_batch_size=8,
-                max_steps=10,
-                learning_rate=1e-3,
-                ddp_static_graph=True,
-                **ARGUMENTS,
-            ),
+            st.SentenceTransformerTrainingArguments(folder, ddp_static_graph=True, **ARGUMENTS),
             train_dataset=Dataset.from_list([{"anchor": a, "positive": b} for a, b in pairs]),
             loss=CachedMultipleNegativesRankingLoss(model, mini_batch_size=2),
         )
@@ -161,12 +144,6 @@ def save_bert(folder: str, words: list[str]) -> None:
     Path(folder, "vocab.txt").write_text("\n".join(vocabulary))
     BertTokenizerFast(str(Path(folder, "vocab.txt"))).save_pretrained(folder)
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=16,
-    )
-    BertModel(config).save_pretrained(folder)
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    size |= {"intermediate_size": 64, "max_position_embeddings": 16}
+    BertModel(BertConfig(vocab_size=len(vocabulary), **size)).save_pretrained(folder)

@@ -1,18 +1,18 @@
 """Ray Train: two workers train with stock's class, or with tritonddp's in one of two ways.
 
-    python tests/clients/ray_train.py --ddp hook --killed
+    python tests/clients/ray_train.py hook [killed]
 
 ``hook`` replaces torch's class in each worker before Ray Train is imported there. ``by_hand`` wraps
-in the training function. With ``--killed`` rank 1 is killed once, and Ray starts both ranks again.
+in the training function. With ``killed`` rank 1 is killed once, and Ray starts both ranks again.
 It prints a line of JSON: the class that has wrapped and the final bits of each rank, and at which
 steps its attempts began.
 """
 
-import argparse
 import hashlib
 import json
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import ray.train.torch
 import torch
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from torch import Tensor, nn
+from torch import nn
 
 import tritonddp
 
@@ -31,24 +31,16 @@ STEPS = 25
 KILLED_AT = 13
 
 
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 4))
-
-
-def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator)
-
-
 def train(config: dict[str, Any]) -> None:
     """What a user gives to TorchTrainer."""
     rank, folder = ray.train.get_context().get_world_rank(), Path(config["folder"])
-    if config["ddp"] == "by_hand":
-        alone = ray.train.torch.prepare_model(network(), parallel_strategy=None)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 4))
+    if "by_hand" in config["words"]:
+        alone = ray.train.torch.prepare_model(net, parallel_strategy=None)
         model = tritonddp.DistributedDataParallel(alone)
     else:
-        model = ray.train.torch.prepare_model(network())
+        model = ray.train.torch.prepare_model(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     first = 0
     if (checkpoint := ray.train.get_checkpoint()) is not None:
@@ -57,13 +49,15 @@ def train(config: dict[str, Any]) -> None:
         model.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
-    with (folder / f"attempts-{rank}").open("a") as file:
+    attempts = folder / f"attempts-{rank}"
+    with attempts.open("a") as file:
         print(first, file=file)
+    is_killed = "killed" in config["words"] and rank == 1 and attempts.read_text() == "0\n"
     for step in range(first, STEPS):
-        is_first_attempt = len((folder / f"attempts-{rank}").read_text().split()) == 1
-        if config["killed"] and is_first_attempt and (rank, step) == (1, KILLED_AT):
+        if is_killed and step == KILLED_AT:
             os.kill(os.getpid(), signal.SIGKILL)
-        inputs, targets = batch(step, rank)
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        inputs, targets = torch.randn(8, 20, generator=generator).split([16, 4], 1)
         optimizer.zero_grad()
         nn.functional.mse_loss(model(inputs), targets).backward()
         optimizer.step()
@@ -86,21 +80,16 @@ def save(module: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ddp", choices=["stock", "hook", "by_hand"], required=True)
-    parser.add_argument("--killed", action="store_true", help=f"rank 1, in step {KILLED_AT}")
-    options = parser.parse_args()
-    hook = {"worker_process_setup_hook": "tritonddp.replace_stock"}
-    environment: dict[str, Any] = hook if options.ddp == "hook" else {}
+    words = sys.argv[1:]
+    hook = {"worker_process_setup_hook": "tritonddp.replace_stock"} if "hook" in words else {}
     with tempfile.TemporaryDirectory() as folder:
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=environment)
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=hook)
+        failures = FailureConfig(max_failures=int("killed" in words))
         TorchTrainer(
             train,
-            train_loop_config={"folder": folder, **vars(options)},
+            train_loop_config={"folder": folder, "words": words},
             scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
-            run_config=RunConfig(
-                storage_path=folder, failure_config=FailureConfig(max_failures=int(options.killed))
-            ),
+            run_config=RunConfig(storage_path=folder, failure_config=failures),
         ).fit()
         ray.shutdown()
         ranks = [json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(2)]

@@ -18,8 +18,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from distributed import give_up_after
-from hosts import emulated_hosts
 from logged import Kept, logged
+from on_hosts import on_hosts
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.nn.parallel import DistributedDataParallel as Stock
@@ -133,7 +133,7 @@ def play_recorded(seeds: Sequence[int], per_host: int = 0) -> None:
                 within = "bfloat16" if seed % 2 else None
                 options = replace(program.options, compression="int8", reduce_dtype=within)
                 program = replace(program, options=options)
-                stack.enter_context(emulated_hosts(per_host))
+                stack.enter_context(on_hosts(per_host))
                 stack.enter_context(patch.object(formats, "_SMALL", 8))
             recorder = stack.enter_context(recording(everywhere=True))
             play(program, RECORDED, DistributedDataParallel, program.options)

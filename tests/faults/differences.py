@@ -1,37 +1,23 @@
-"""The programs of the victim in faults of the kind ``"differ"``."""
+"""The steps of the victim in faults of the kind ``"differ"``, instead of forward and backward."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from tritonddp import DistributedDataParallel
 
 if TYPE_CHECKING:
     from faults.program import Program
 
-# The module that it wraps
-
-MODULES: dict[str, Callable[[Program], nn.Module]] = {
-    "wider module": lambda program: program.make(width=8)
-}
-
-# The options of its wrapper
-
-OPTIONS: dict[str, dict[str, Any]] = {"other bucket sizes": {"bucket_cap_mb": 1}}
-
-# Instead of forward and backward of one step
-
 
 def one_more_backward(program: Program, ddp: DistributedDataParallel, step: int) -> None:
     """Its collectives match those of the other ranks' next step, which this rank then skips."""
     loss = program.loss(ddp, program.rank, step)
     loss.backward(retain_graph=True)
-    means = [param.grad.clone() for param in ddp.parameters() if param.grad is not None]
-    program.skip()
+    means = [param.grad.clone() for param in ddp.parameters()]
+    next(program.steps)
     try:
         loss.backward()
     finally:
@@ -47,8 +33,7 @@ def a_local_backward(program: Program, ddp: DistributedDataParallel, step: int) 
 
 def no_sync_and_away(program: Program, ddp: DistributedDataParallel, step: int) -> None:
     a_local_backward(program, ddp, step)
-    while True:  # in place of a long evaluation
-        time.sleep(1)
+    time.sleep(3600)  # in place of a long evaluation
 
 
 def a_request(program: Program, ddp: DistributedDataParallel, step: int) -> None:

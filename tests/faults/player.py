@@ -7,7 +7,6 @@ hosts the store and starts the ranks, by forks, which are cheap. All processes o
 its launcher. Ranks wait most of the time, so several faults are played concurrently.
 """
 
-import argparse
 import ctypes
 import faulthandler
 import gc
@@ -88,7 +87,7 @@ def launch(fault: Fault, place: Path) -> None:
             for rank in range(fault.ranks)
         ]
         # After the forks, because the store has threads.
-        store = None if fault.hosts_store else store_of(listening, is_host=True)
+        store = None if "host" in fault.words else store_of(listening, is_host=True)
         left = {pid: rank for rank, pid in enumerate(ranks)}
         ended: dict[int, int] = {}
         deadline = time.monotonic() + LIMIT
@@ -126,11 +125,11 @@ def store_of(listening: socket.socket, is_host: bool) -> dist.TCPStore:
 def be(fault: Fault, rank: int, listening: socket.socket, place: Path) -> None:
     """Run one rank of a fault."""
     limit = timedelta(seconds=STALLS if fault.is_stall else ENDS)
-    if fault.detail:
+    if "detail" in fault.words:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
         logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
         logging.getLogger("tritonddp").setLevel(logging.DEBUG)
-    store = store_of(listening, is_host=fault.hosts_store and rank == fault.victim)
+    store = store_of(listening, is_host="host" in fault.words and rank == fault.victim)
     listening.close()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=fault.ranks, timeout=limit)
     # On a busy machine, ranks start at different times. Wait for all ranks first.
@@ -142,16 +141,8 @@ def be(fault: Fault, rank: int, listening: socket.socket, place: Path) -> None:
     (place / f"seen{rank}.json").write_text(json.dumps(seen))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("names", nargs="*", metavar="name", help="all faults by default")
-    arguments = parser.parse_args()
+if __name__ == "__main__":
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
-    play(arguments.names or list(FAULTS), arguments.folder)
-
-
-if __name__ == "__main__":
-    main()
+    play(sys.argv[2:], Path(sys.argv[1]))

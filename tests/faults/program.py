@@ -136,8 +136,7 @@ class Program:
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "loop":
-                while True:
-                    time.sleep(1)
+                time.sleep(3600)
             case "leave":
                 dist.destroy_process_group()
                 os._exit(0)
@@ -147,10 +146,6 @@ class Program:
                 raise KeyboardInterrupt
             case "behind":
                 raise Behind
-            case "nan":
-                pass
-            case kind:
-                raise ValueError(kind)
 
     # Training
 
@@ -159,7 +154,7 @@ class Program:
         try:
             self.line("wrap")
             ddp = self.wrap()
-            self.optimizer = self.make_optimizer(ddp)
+            self.optimizer = self.optimizer_of(ddp)
         except RuntimeError as error:
             self.seen.errors.append((-1, str(error)))
             return asdict(self.seen)
@@ -168,30 +163,24 @@ class Program:
         return asdict(self.seen)
 
     def wrap(self) -> DistributedDataParallel:
-        options = {"bucket_cap_mb": 3e-4, **dict(self.fault.options)}
-        make = self.make
+        options, width = {"bucket_cap_mb": 3e-4, **self.fault.options}, WIDTH
         if self.differs:
             self._struck()
-            options |= differences.OPTIONS.get(self.fault.at, {})
-            if self.fault.at in differences.MODULES:
-                make = partial(differences.MODULES[self.fault.at], self)
-        ddp = DistributedDataParallel(make(), **options)
+            width = 8 if self.fault.at == "wider module" else WIDTH
+            if self.fault.at == "other bucket sizes":
+                options["bucket_cap_mb"] = 1
+        ddp = DistributedDataParallel(self.make(width), **options)
         if "wrapper" in self.fault.at:
             other = self.make(WIDTH // 2 if "smaller" in self.fault.at else WIDTH)
             self.other = DistributedDataParallel(other, **options)
         net = ddp.module
         net.within = lambda: self.line("module forward")
-        for name, number in (
-            ("the last layer", -1),
-            ("a layer in the middle", 1),
-            ("the first layer", 0),
-        ):
-            weight = net.layers[number].weight
-            weight.register_hook(partial(self.gradient, name))
+        for name, number in {"first layer": 0, "second layer": 1, "last layer": -1}.items():
+            net.layers[number].weight.register_hook(partial(self.gradient, name))
         return ddp
 
-    def make_optimizer(self, ddp: DistributedDataParallel) -> torch.optim.Optimizer:
-        if not self.is_sharded:
+    def optimizer_of(self, ddp: DistributedDataParallel) -> torch.optim.Optimizer:
+        if self.point.loop != "sharded":
             return torch.optim.SGD(ddp.parameters(), lr=0.1)
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.5)
         optimizer.optim.register_step_pre_hook(lambda *_: self.line("owned") or None)
@@ -204,12 +193,8 @@ class Program:
         return Net(self.point.loop, width)
 
     @property
-    def is_sharded(self) -> bool:
-        return self.point.loop == "sharded"
-
-    @property
     def is_compressed(self) -> bool:
-        return "compression" in dict(self.fault.options)
+        return "int8" in self.fault.words
 
     @property
     def differs(self) -> bool:
@@ -227,10 +212,6 @@ class Program:
             if not self.one_step(ddp, step):
                 return
         self.end()
-
-    def skip(self) -> None:
-        """Skip the next step."""
-        next(self.steps)
 
     def end(self) -> None:
         self.seen.ended = True
@@ -303,7 +284,7 @@ class Program:
         tolerance = 0.1 if self.is_compressed else 1e-12
         wrong = []
         for name, param in ddp.module.named_parameters():
-            if self.is_sharded and self.is_elsewhere(param):
+            if self.is_elsewhere(param):
                 continue
             grad = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
             if grad.isnan().any():
@@ -319,8 +300,8 @@ class Program:
 
     def is_elsewhere(self, param: Tensor) -> bool:
         """Whether another rank owns the parameter, so that it has no gradient here."""
-        assert isinstance(self.optimizer, ZeroRedundancyOptimizer)
-        return self.optimizer._owners[param] != self.rank and param.grad is None
+        owners = getattr(self.optimizer, "_owners", {param: self.rank})
+        return owners[param] != self.rank and param.grad is None
 
     def expected(self, net: Net, step: int) -> dict[str, Tensor]:
         """The mean over the ranks of the gradients of an unwrapped model."""

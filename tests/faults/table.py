@@ -1,5 +1,6 @@
 """The faults: kind x point x ranks."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,14 @@ LOST = {
     "loop": "is running but has not reported",
     "behind": "is running but has not reported",
 }
+# Options of the wrapper, by their words in the table of points.
+OPTIONS = {
+    "views": {"gradient_as_bucket_view": True},
+    "int8": {"compression": "int8"},
+    "group": {"transport": "process_group"},
+    "unchecked": {"init_sync": False},
+    "checked": {"check_finite": "raise"},
+}
 
 
 @dataclass(frozen=True)
@@ -25,29 +34,26 @@ class Fault:
         kind: one of :data:`LOST` (the victim no longer responds), ``"raise"`` or ``"interrupt"``
             (its loop catches an exception), ``"nan"`` (in its gradient), or ``"differ"`` (it runs
             other operations than the other ranks).
-        at: one of :data:`~faults.points.POINTS`; for ``"differ"`` a key of ``differences.py``.
+        at: one of :data:`~faults.points.POINTS`; for ``"differ"`` the difference.
         ranks: the number of ranks.
         victim: the rank of the fault.
-        options: options of the wrapper.
+        words: names of :data:`OPTIONS`; ``"host"``: the victim hosts the group's store;
+            ``"detail"``: with ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` and the log at level DEBUG.
         text: a regular expression that each error must match.
         continues: training continues after the error, with correct gradients.
         is_stall: the victim does not end; the other ranks notice at the group's timeout.
-        hosts_store: the victim hosts the group's store.
         aborts: gloo ends a process, which may not be the victim.
-        detail: with ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` and the log at level DEBUG.
     """
 
     kind: str
     at: str
     ranks: int
     victim: int
-    options: tuple[tuple[str, Any], ...] = ()
+    words: tuple[str, ...] = ()
     text: str = ""
     continues: bool = False
     is_stall: bool = False
-    hosts_store: bool = False
     aborts: bool = False
-    detail: bool = False
 
     @property
     def point(self) -> Point:
@@ -55,14 +61,12 @@ class Fault:
 
     @property
     def name(self) -> str:
-        flags = {True: "", False: "no "}
-        options = [
-            f"{flags[value]}{name}" if value in flags else str(value)
-            for name, value in self.options
-        ]
-        parts = [self.kind, self.at, f"{self.victim}-of-{self.ranks}", *options]
-        parts += ["host"] * self.hosts_store + ["detail"] * self.detail
-        return "-".join(part.replace(" ", "-").replace("'", "") for part in parts)
+        parts = [self.kind, self.at, f"{self.victim}-of-{self.ranks}", *self.words]
+        return "-".join(parts).replace(" ", "-").replace("'", "")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {k: v for word in self.words for k, v in OPTIONS.get(word, {}).items()}
 
     @property
     def is_fatal(self) -> bool:
@@ -79,18 +83,9 @@ class Fault:
         return {self.victim} if self.kind in LOST or self.is_stall else set()
 
 
-VIEWS = (("gradient_as_bucket_view", True),)
-INT8 = (("compression", "int8"),)
-UNCHECKED = (("init_sync", False),)
-CHECKED = (("check_finite", "raise"),)
-PROCESS_GROUP = (("transport", "process_group"),)
-WORDS: dict[str, tuple[tuple[str, Any], ...]] = {
-    "views": VIEWS,
-    "int8": INT8,
-    "group": PROCESS_GROUP,
-}
 # Points inside a step of the optimizer.
 OF_STEPS = {"before a sharded step", "step of owners", "between step and values"}
+_NOT_FINITE = r"NaN or Inf in the gradients of 'layers.1.weight' \(bucket \d\) on rank "
 
 # The errors of ranks that wait through memory for ranks that wait in the process group.
 _OTHER_BACKWARD = (
@@ -106,12 +101,7 @@ _ALL_REDUCES = (
     r"\[\d+\] Double, #\d+, but .*: ALLREDUCE of \[\d+\] Double.* failed at a different place: "
     r"step 1, bucket 0 \('layers.*all-reduce of \d+ bytes\.\n"
 )
-_NOT_FINITE = r"NaN or Inf in the gradients of 'layers.1.weight' \(bucket \d\) on rank "
 _ELSEWHERE = r"(?s)step 1, bucket 0 \(.*rank \d failed at a different place: step 1, bucket 0 \("
-
-
-def _differs(at: str, ranks: int, victim: int, text: str = "", **more: Any) -> Fault:
-    return Fault("differ", at, ranks, victim, text=text, **more)
 
 
 def _strikes() -> Iterator[Fault]:
@@ -127,41 +117,36 @@ def _strikes() -> Iterator[Fault]:
                 at,
                 int(ranks),
                 int(victim),
-                sum((WORDS[word] for word in words), ()),
+                tuple(words),
+                _NOT_FINITE + victim if "checked" in words else "",
                 continues=kind not in LOST and not is_left_out,
                 is_stall=LOST.get(kind, "has ended") != "has ended",
             )
+
+
+def _differs(strike: str, text: str = "", **more: Any) -> Fault:
+    """A difference, for example ``"other wrapper first 1/3 group"``."""
+    at, victim, ranks, words = re.fullmatch(r"(.*) (\d)/(\d)(.*)", strike).groups()
+    return Fault("differ", at, int(ranks), int(victim), tuple(words.split()), text, **more)
 
 
 FAULTS = {
     fault.name: fault
     for fault in [
         *_strikes(),
-        Fault("kill", "inside the forward", 3, 0, hosts_store=True),
-        Fault("kill", "end of backward", 2, 0, detail=True),
-        _differs("wider module", 3, 1, "rank 0 has .6, 6. .*rank 1 has .8, 8."),
-        _differs("other bucket sizes", 2, 1, "option 'bucket sizes': rank 0 has .*, rank 1 has"),
-        _differs("one more backward", 3, 1, "rank 1: another backward", continues=True),
-        _differs("reduce_gradients on one rank", 2, 0, _OTHER_BACKWARD),
-        _differs("other wrapper first", 3, 1, _OTHER_BACKWARD),
-        _differs("another parameter", 3, 1, "'layers.1.weight' .*: rank 1 has", continues=True),
-        _differs("smaller wrapper first", 2, 1, _OTHER_BACKWARD),
-        _differs("smaller wrapper first", 2, 1, options=PROCESS_GROUP, aborts=True),
-        _differs("other wrapper first", 3, 1, _NUMBERS, options=PROCESS_GROUP, continues=True),
-        _differs("smaller wrapper first", 2, 1, _MISMATCH, detail=True),
-        _differs("wider module", 3, 1, _ALL_REDUCES, options=UNCHECKED, detail=True),
-        _differs("other bucket sizes", 2, 1, _ELSEWHERE, options=UNCHECKED, detail=True),
-        _differs(
-            "reduce_gradients on one rank", 2, 0, _REQUEST, options=PROCESS_GROUP, continues=True
-        ),
-        _differs("no_sync on one rank", 2, 1, is_stall=True),
-        *[
-            Fault("nan", at, ranks, victim, options, _NOT_FINITE + str(victim), continues=True)
-            for at, ranks, victim, options in (
-                ("between buckets", 3, 1, CHECKED),
-                ("between buckets", 2, 0, CHECKED + VIEWS),
-                ("gradients between hosts", 6, 3, CHECKED + INT8),
-            )
-        ],
+        _differs("wider module 1/3", "rank 0 has .6, 6. .*rank 1 has .8, 8."),
+        _differs("other bucket sizes 1/2", "option 'bucket sizes': rank 0 has .*, rank 1 has"),
+        _differs("one more backward 1/3", "rank 1: another backward", continues=True),
+        _differs("another parameter 1/3", "'layers.1.weight' .*: rank 1 has", continues=True),
+        _differs("no_sync on one rank 1/2", is_stall=True),
+        _differs("reduce_gradients on one rank 0/2", _OTHER_BACKWARD),
+        _differs("reduce_gradients on one rank 0/2 group", _REQUEST, continues=True),
+        _differs("other wrapper first 1/3", _OTHER_BACKWARD),
+        _differs("other wrapper first 1/3 group", _NUMBERS, continues=True),
+        _differs("smaller wrapper first 1/2", _OTHER_BACKWARD),
+        _differs("smaller wrapper first 1/2 group", aborts=True),
+        _differs("smaller wrapper first 1/2 detail", _MISMATCH),
+        _differs("wider module 1/3 unchecked detail", _ALL_REDUCES),
+        _differs("other bucket sizes 1/2 unchecked detail", _ELSEWHERE),
     ]
 }

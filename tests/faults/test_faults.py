@@ -60,16 +60,10 @@ def is_in(message: str, text: str) -> bool:
 
     A line ``...`` matches any number of lines, and ``...`` within a line any text.
     """
-    lines = iter(text.splitlines())
-    return all(
-        any(re.fullmatch(_pattern(line), each.strip()) for each in lines)
-        for line in message.splitlines()
-        if line.strip() != "..."
-    )
-
-
-def _pattern(line: str) -> str:
-    return ".*".join(map(re.escape, line.strip().split("...")))
+    lines = [line.strip().split("...") for line in message.splitlines() if line.strip() != "..."]
+    patterns = (".*".join(map(re.escape, parts)) for parts in lines)
+    shown = iter(text.splitlines())
+    return all(any(re.fullmatch(each, line.strip()) for line in shown) for each in patterns)
 
 
 @pytest.mark.parametrize(

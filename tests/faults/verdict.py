@@ -30,16 +30,14 @@ class Result:
     @classmethod
     def read(cls, folder: Path, fault: Fault) -> Result:
         """Read the files of the player."""
-        logs = ""
-        for log in sorted(folder.glob("*.log")):
-            logs += f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}\n"
+        logs = "".join(
+            f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}\n"
+            for log in sorted(folder.glob("*.log"))
+        )
         if not (folder / "result.json").exists():
             return cls({}, False, set(), list(range(fault.ranks)), logs)
-        seen = {
-            rank: json.loads(path.read_text())
-            for rank in range(fault.ranks)
-            if (path := folder / f"seen{rank}.json").exists()
-        }
+        found = {int(path.stem[4:]): path.read_text() for path in folder.glob("seen*.json")}
+        seen = {rank: json.loads(text) for rank, text in sorted(found.items())}
         result = json.loads((folder / "result.json").read_text())
         aborted = {int(rank) for rank, code in result["ended"].items() if code == -signal.SIGABRT}
         return cls(seen, (folder / "struck").exists(), aborted, result["hanging"], logs)
@@ -66,8 +64,7 @@ def complaints(fault: Fault, result: Result) -> list[str]:
         seen = result.seen[rank]
         found += [f"rank {rank}: {each}" for each in seen["wrong"]]
         judge = _after_a_fatal_fault if fault.is_fatal else _after_others
-        if fault.leaves_a_step_out:
-            judge = _after_a_step_that_was_left_out
+        judge = _after_a_step_that_was_left_out if fault.leaves_a_step_out else judge
         found += [f"rank {rank}: {each}" for each in judge(fault, rank, seen)]
     if fault.kind == "nan" and len({str(seen["nan"]) for seen in result.seen.values()}) > 1:
         found.append("NaN at different places")
@@ -93,19 +90,15 @@ def _after_a_fatal_fault(fault: Fault, rank: int, seen: dict[str, Any]) -> list[
     if fault.text:
         return [] if re.search(fault.text, text) else [f"no {fault.text!r} in:\n{text}"]
     place = _PLACE.match(text)
-    if place is None:
-        found.append(f"the error does not name the collective:\n{text}")
-    elif int(place["rank"]) != rank:
-        found.append(f"the error begins with the number of another rank:\n{text}")
-    elif not _is_its_step(fault, place):
-        found.append(f"the error names a wrong step:\n{text}")
+    if place is None or int(place["rank"]) != rank or not _is_its_step(fault, place):
+        found.append(f"not the rank, the step and the collective in:\n{text}")
     state = LOST.get(fault.kind, "is running but has not reported")
     if fault.at == "before wrapping":
         state = "has not reported and not yet wrapped a module"
     blamed = re.findall(
         r"ranks? (\d)(?: \(process \d+ on [^)]+\))? (has ended|is stopped|has not)", text
     )
-    if fault.hosts_store:
+    if "host" in fault.words:
         if "store could not be read" not in text:
             found.append(f"the error does not say that the store is gone:\n{text}")
     elif not re.search(rf"rank {fault.victim}( \(process \d+ on [\w.-]+\))? {state}", text):
@@ -121,27 +114,24 @@ def _after_a_step_that_was_left_out(fault: Fault, rank: int, seen: dict[str, Any
     """The victim left out a step of its optimizer, and continues with the next backward."""
     texts = [text for _, text in seen["errors"]]
     if rank == fault.victim:
-        if len(texts) != 2 or not texts[0].startswith(("Struck", "KeyboardInterrupt")):
-            return [f"not the error of the fault, and one of the next backward, but {texts}"]
-        return []
-    if len(texts) != 1:
-        return [f"not one error, but {texts}"]
-    found = [] if _PLACE.match(texts[0]) else [f"no place in:\n{texts[0]}"]
-    blames = (
-        rf"rank {fault.victim} (already reduces gradients"
-        r"|failed at a different place: step \d, bucket)"
+        is_right = len(texts) == 2 and texts[0].startswith(("Struck", "KeyboardInterrupt"))
+        return [] if is_right else [f"not the fault, and an error of the next backward: {texts}"]
+    blames = r"(already reduces gradients|failed at a different place: step \d, bucket)"
+    is_right = (
+        len(texts) == 1
+        and _PLACE.match(texts[0])
+        and re.search(f"rank {fault.victim} {blames}", texts[0])
     )
-    if not re.search(blames, texts[0]):
-        found.append(f"rank {fault.victim} is not blamed:\n{texts[0]}")
-    return found
+    return (
+        [] if is_right else [f"not one error that names a place and rank {fault.victim}: {texts}"]
+    )
 
 
 def _is_its_step(fault: Fault, place: re.Match[str]) -> bool:
     """Whether the step in the error is right. Other ranks may be one step ahead of the victim."""
     struck = fault.point.step
-    if struck is None or fault.kind == "behind" or not place["step"]:
-        return True
-    return int(place["step"]) in (struck + 1, struck + 2)
+    is_unknown = struck is None or fault.kind == "behind" or not place["step"]
+    return is_unknown or int(place["step"]) in (struck + 1, struck + 2)
 
 
 def _after_others(fault: Fault, rank: int, seen: dict[str, Any]) -> list[str]:

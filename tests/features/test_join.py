@@ -12,8 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as Stock
-from training import assert_gradients_alike, gradients, wrap
-from uneven import LR, STOCK, assert_close, draw, loss_of, net, step_of, train, trained_alone
+from training import assert_close, assert_gradients_alike, gradients, wrap
+from uneven import CLOSE, LR, STOCK, draw, loss_of, net, step_of, train, trained_alone
 
 from tritonddp import DistributedDataParallel
 
@@ -39,7 +39,7 @@ def test_mean_over_samples_counts_the_ranks_that_have_any(rank: int) -> None:
                         param.grad = None if param.grad is None else param.grad * items[r]
                 weighted = mean_over_ranks([models[r] for r in present])
                 means = [None if m is None else m * len(present) / total for m in weighted]
-                assert_close(gradients(ddp), means, f"rank {rank}, step {step}")
+                assert_close(gradients(ddp), means, f"rank {rank}, step {step}", **CLOSE)
 
 
 @ranks(3)
@@ -55,9 +55,9 @@ def test_the_zero_optimizer_of_torch_joins_too(rank: int) -> None:
         states.append(ddp.module.state_dict())
         assert_same_on_all_ranks(list(states[-1].values()))
     expected = trained_alone(counts, torch.optim.AdamW, **adam).state_dict()
-    assert_close(states[0], expected, f"rank {rank}")
+    assert_close(states[0], expected, f"rank {rank}", **CLOSE)
     with pytest.raises(AssertionError):
-        assert_close(states[1], expected, f"stock on rank {rank}")
+        assert_close(states[1], expected, f"stock on rank {rank}", **CLOSE)
 
 
 @ranks(2)
@@ -161,7 +161,7 @@ def test_communication_hooks_run_on_ranks_without_inputs_as_in_stock(rank: int) 
             ddp.register_comm_hook(None, hook)
             train(ddp, (2, 0, 3)[rank], ddp.join(divide_by_initial_world_size=False))
             trained.append(ddp.module.state_dict())
-        assert_close(*trained, hook.__name__)
+        assert_close(*trained, hook.__name__, **CLOSE)
         assert_same_on_all_ranks(list(trained[0].values()))
 
 
@@ -177,7 +177,7 @@ def test_optimizers_in_the_backward_step_on_ranks_without_inputs(rank: int) -> N
         if rank == 1:
             ddp(draw(rank, 0)[0])  # a forward without a backward causes no step
     for param, trained in zip(ddp.parameters(), trained_alone(counts).parameters(), strict=True):
-        assert_close(param.detach(), trained.detach(), f"rank {rank}")
+        assert_close(param.detach(), trained.detach(), f"rank {rank}", **CLOSE)
 
 
 @ranks(2)
@@ -186,4 +186,5 @@ def test_lazy_buckets_are_released_on_ranks_without_inputs(rank: int) -> None:
     ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4, lazy_bucket_allocation=True)
     train(ddp, counts[rank], ddp.join())
     assert all(bucket.flat is None for bucket in ddp.reducer.buckets)
-    assert_close(ddp.module.state_dict(), trained_alone(counts).state_dict(), f"rank {rank}")
+    expected = trained_alone(counts).state_dict()
+    assert_close(ddp.module.state_dict(), expected, f"rank {rank}", **CLOSE)

@@ -1,21 +1,39 @@
 """``metrics=True``: times of a step and its parts, over all ranks."""
 
-from collections.abc import Callable
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from clock import time_of_test
 from distributed import gather, ranks
 from modules import mlp
 from torch import nn
 from training import breaking_off
 
-from tritonddp import DistributedDataParallel
+from tritonddp import DistributedDataParallel, _device
 from tritonddp.features.metrics import EVERY, NAMES
 
 PARTS = ("input", "forward", "backward")
+
+
+@contextmanager
+def time_of_test() -> Iterator[Any]:
+    """Context: time passes only in ``sleep()``, slightly more than requested: all steps differ."""
+    passed, generator = [0.0], random.Random(0)
+
+    def sleep(seconds: float) -> None:
+        passed.append(passed[-1] + seconds * generator.uniform(1.0, 1.0001))
+
+    replaced = {"sleep": sleep, "perf_counter_ns": lambda: round(passed[-1] * 1e9)}
+    clock = SimpleNamespace(**vars(time) | replaced)
+    with mock.patch.object(_device, "time", clock):
+        yield clock
 
 
 def net() -> nn.Sequential:
@@ -43,12 +61,12 @@ def test_all_ranks_know_the_slowest_rank_and_its_slow_part(rank: int) -> None:
     size = dist.get_world_size()
     for part in PARTS:
         ddp = DistributedDataParallel(net(), metrics=True)
-        with time_of_test() as time:
-            early = train(ddp, EVERY, lambda _: time.sleep(0.05))[-1]
+        with time_of_test() as clock:
+            early = train(ddp, EVERY, lambda _: clock.sleep(0.05))[-1]
             late = 0.1 * (rank == size - 1)
 
             def sleep(now: str, part: str = part, late: float = late) -> None:
-                time.sleep(0.05 + late * (now == part))
+                clock.sleep(0.05 + late * (now == part))
 
             found = train(ddp, EVERY + 1, sleep)[-1]
         assert early == {"step": EVERY, "slowest_rank": None} | {
@@ -68,13 +86,13 @@ def test_all_ranks_know_the_slowest_rank_and_its_slow_part(rank: int) -> None:
 @ranks(2)
 def test_accumulated_backwards_belong_to_the_step_that_reduces_them() -> None:
     ddp = DistributedDataParallel(net(), metrics=True)
-    with time_of_test() as time:
+    with time_of_test() as clock:
         train(ddp, EVERY)
         for _ in range(EVERY):
             with ddp.no_sync():
                 for _ in range(3):
-                    train(ddp, 1, lambda _: time.sleep(0.04))
-            train(ddp, 1, lambda _: time.sleep(0.04))
+                    train(ddp, 1, lambda _: clock.sleep(0.04))
+            train(ddp, 1, lambda _: clock.sleep(0.04))
         found = train(ddp, 1)[-1]
     assert found["step"] == 2 * EVERY + 1
     for part in PARTS:

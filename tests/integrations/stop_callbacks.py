@@ -32,6 +32,12 @@ def begin(step: int) -> None:
     begins.append(step)
 
 
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+
 def with_lightning(folder: Path) -> list[int]:
     try:
         from lightning.pytorch import LightningModule, Trainer
@@ -40,11 +46,7 @@ def with_lightning(folder: Path) -> list[int]:
 
     from tritonddp.integrations.lightning import StopCallback, TritonDDPStrategy
 
-    class Model(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Model(LightningModule, Layer):
         def training_step(self, batch: Any, index: int) -> Tensor:
             if index % ACCUMULATED == 0:
                 begin(self.trainer.global_step)
@@ -56,19 +58,12 @@ def with_lightning(folder: Path) -> list[int]:
     path = folder / "preempted.ckpt"
     ends = []
     for ckpt_path in (None, path):
-        trainer = Trainer(
-            strategy=TritonDDPStrategy(),
-            accelerator="cpu",
-            devices=int(os.environ["WORLD_SIZE"]),
-            min_epochs=1,
-            max_steps=STEPS,
-            accumulate_grad_batches=ACCUMULATED,
-            logger=False,
-            callbacks=[StopCallback(path=str(path))],
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        options = {"accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"])}
+        options |= {"max_steps": STEPS, "accumulate_grad_batches": ACCUMULATED, "min_epochs": 1}
+        outputs = ("checkpointing", "progress_bar", "model_summary")
+        options |= {"logger": False, **{f"enable_{each}": False for each in outputs}}
+        callbacks = [StopCallback(path=str(path))]
+        trainer = Trainer(strategy=TritonDDPStrategy(), callbacks=callbacks, **options)
         trainer.fit(Model(), DataLoader(TensorDataset(INPUTS, TARGETS), 2), ckpt_path=ckpt_path)
         ends.append(trainer.global_step)
         assert path.exists(), "all ranks save it together"
@@ -82,11 +77,7 @@ def with_transformers(folder: Path) -> list[int]:
     from tritonddp.integrations.accelerate import use_tritonddp
     from tritonddp.integrations.transformers import StopCallback
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Model(Layer):
         def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
             output = self.layer(x)
             return {"loss": F.mse_loss(output, labels), "logits": output}
@@ -97,18 +88,11 @@ def with_transformers(folder: Path) -> list[int]:
 
     ends = []
     for resumes in (False, True):
-        arguments = TrainingArguments(
-            str(folder),
-            use_cpu=True,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=ACCUMULATED,
-            max_steps=STEPS,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        )
+        options = {"max_steps": STEPS, "gradient_accumulation_steps": ACCUMULATED}
+        options |= {"per_device_train_batch_size": 2, "use_cpu": True, "save_strategy": "no"}
+        options |= {"report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False}
         rows = [{"x": x, "labels": y} for x, y in zip(INPUTS, TARGETS, strict=True)]
+        arguments = TrainingArguments(str(folder), **options)
         trainer = Trainer(Model(), arguments, train_dataset=rows, callbacks=[Begin()])
         trainer.add_callback(StopCallback(trainer))
         use_tritonddp(trainer.accelerator)
@@ -117,7 +101,7 @@ def with_transformers(folder: Path) -> list[int]:
     return ends
 
 
-def main() -> None:
+if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -127,7 +111,3 @@ def main() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
     found = {"stopped": stopped, "resumed": begins[stopped], "ended": ended}
     print(json.dumps(found), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,6 @@ import contextlib
 import re
 import sys
 import types
-import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from training import unwarned
 
 import tritonddp
 from tritonddp._torch import STOCK
@@ -53,13 +53,6 @@ def wrap() -> Any:
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def replaced() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        tritonddp.replace_stock()
-
-
 def offered() -> list[Any]:
     return [place.DistributedDataParallel for place in PLACES]
 
@@ -78,16 +71,13 @@ print({first, second, torch.nn.parallel.DistributedDataParallel})
     assert done.stdout == "{<class 'tritonddp.wrapper.DistributedDataParallel'>}\n", done.stderr
 
 
-def test_modules_that_keep_the_class_are_named_once_when_it_is_replaced(
-    bound: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_that_keep_the_class_are_named_once_when_it_is_replaced(bound, monkeypatch):
     """In a worker of Ray, where the warning names the hook of workers."""
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
     text = rf"by name earlier, and keep it: .*{bound}.* If they wrap.*{re.escape(HOOK)}"
     with pytest.warns(UserWarning, match=text):
         tritonddp.replace_stock()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with unwarned():
         tritonddp.replace_stock()
 
 
@@ -96,10 +86,8 @@ def test_a_context_warns_only_if_nothing_was_wrapped_in_it(bound: str, wrap: Any
     with pytest.warns(UserWarning, match=text), tritonddp.instead_of_stock():
         assert offered() == [OURS, OURS]
     assert offered() == [STOCK, STOCK]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        with instead_of_stock():  # its former name
-            assert type(wrap()) is OURS
+    with unwarned(), instead_of_stock():  # its former name
+        assert type(wrap()) is OURS
     assert type(wrap()) is STOCK
 
 
@@ -147,9 +135,9 @@ def test_libraries_may_subclass_the_class_and_set_the_name(wrap: Any) -> None:
     assert vars(torch.nn.parallel.distributed)["DistributedDataParallel"] is STOCK
 
 
-def test_attributes_that_libraries_set_on_the_class_of_torch_are_on_ours(
-    replaced: None, monkeypatch: pytest.MonkeyPatch, wrap: Any
-) -> None:
+@pytest.mark.filterwarnings("ignore:These modules imported:UserWarning")
+def test_attributes_that_libraries_set_on_the_class_of_torch_are_on_ours(monkeypatch, wrap):
+    tritonddp.replace_stock()
     assert not hasattr(wrap(), "reset")
     attributes = {
         "reset": lambda self: self.module.in_features,

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-from launched import ROOT, run
+from launched import played
 from training import in_threads
 
 import tritonddp
@@ -21,28 +22,15 @@ from tritonddp.state import DDPState
 USR1, USR2, TERM, INT = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT
 
 
-class Asked:
-    """Stands for the state of a wrapper."""
-
-    class group:
-        rank = 3
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def request_stop(self) -> None:
-        self.count += 1
-
-
 @pytest.fixture
-def asked() -> Iterator[Asked]:
-    """A wrapper. In the end all handlers must be the same as before."""
+def asked() -> Iterator[mock.Mock]:
+    """``request_stop()`` of a wrapper. In the end all handlers must be the same as before."""
     before = {each: signal.getsignal(each) for each in (USR1, USR2, TERM, INT)}
-    stand_in: Any = Asked()
+    state = mock.Mock()
     gc.collect()  # wrappers of other tests
-    DDPState.live.add(stand_in)
-    yield stand_in
-    DDPState.live.discard(stand_in)
+    DDPState.live.add(state)
+    yield state.request_stop
+    DDPState.live.discard(state)
     DDPState.stop_requests.clear()
     after = {each: signal.getsignal(each) for each in before}
     for number, handler in before.items():
@@ -59,19 +47,17 @@ def calls() -> Iterator[list[str]]:
     signal.signal(USR1, before)
 
 
-def test_the_first_signal_asks_and_the_second_does_what_it_did_before(
-    asked: Asked, calls: list[str]
-) -> None:
+def test_the_first_signal_asks_and_the_second_does_what_it_did_before(asked, calls):
     former = signal.getsignal(USR1)
     tritonddp.stop_on_signal(USR1)
     signal.raise_signal(USR1)
-    assert (asked.count, calls) == (1, [])
+    assert (asked.call_count, calls) == (1, [])
     assert signal.getsignal(USR1) is former
     signal.raise_signal(USR1)
-    assert (asked.count, calls) == (1, ["former"])
+    assert (asked.call_count, calls) == (1, ["former"])
 
 
-def test_sigterm_is_the_default_and_each_signal_asks_once(asked: Asked) -> None:
+def test_sigterm_is_the_default_and_each_signal_asks_once(asked: mock.Mock) -> None:
     with tritonddp.stop_on_signal() as handler:
         assert signal.getsignal(TERM) == handler._handle
         signal.raise_signal(TERM)
@@ -79,10 +65,10 @@ def test_sigterm_is_the_default_and_each_signal_asks_once(asked: Asked) -> None:
     with tritonddp.stop_on_signal(USR1, USR2):
         signal.raise_signal(USR1)
         signal.raise_signal(USR2)
-    assert asked.count == 3
+    assert asked.call_count == 3
 
 
-def test_a_later_handler_that_calls_ours_stays(asked: Asked, calls: list[str]) -> None:
+def test_a_later_handler_that_calls_ours_stays(asked: mock.Mock, calls: list[str]) -> None:
     tritonddp.stop_on_signal(USR1)
     former: Any = signal.getsignal(USR1)
 
@@ -92,19 +78,21 @@ def test_a_later_handler_that_calls_ours_stays(asked: Asked, calls: list[str]) -
 
     signal.signal(USR1, later)
     signal.raise_signal(USR1)
-    assert (asked.count, calls) == (1, ["later"])
+    assert (asked.call_count, calls) == (1, ["later"])
     assert signal.getsignal(USR1) is later
     signal.raise_signal(USR1)
     assert calls == ["later", "later", "former"]
 
 
 @pytest.mark.parametrize("number", [INT, signal.SIGWINCH])
-def test_a_signal_that_did_nothing_does_nothing_the_second_time(number: int, asked: Asked) -> None:
+def test_a_signal_that_did_nothing_does_nothing_the_second_time(
+    number: int, asked: mock.Mock
+) -> None:
     before = signal.signal(number, signal.SIG_IGN if number == INT else signal.SIG_DFL)
     ours = tritonddp.stop_on_signal(number)
     for _ in range(3):
         signal.raise_signal(number)
-    assert asked.count == 1
+    assert asked.call_count == 1
     signal.signal(number, before)
     ours.remove()
 
@@ -117,14 +105,12 @@ def test_a_signal_that_did_nothing_does_nothing_the_second_time(number: int, ask
         ([signal.SIGSEGV], ValueError, "cannot continue after SIGSEGV: use another signal"),
     ],
 )
-def test_a_wrong_signal_is_an_error_and_changes_nothing(
-    numbers: list[Any], error: type[Exception], text: str, asked: Asked
-) -> None:
+def test_a_wrong_signal_is_an_error_and_changes_nothing(numbers, error, text, asked):
     with pytest.raises(error, match=text):
         tritonddp.stop_on_signal(*numbers)
 
 
-def test_another_thread_gets_an_error_that_names_the_remedy(asked: Asked) -> None:
+def test_another_thread_gets_an_error_that_names_the_remedy(asked: mock.Mock) -> None:
     def there() -> None:
         with pytest.raises(RuntimeError, match="main thread only: call it there, or call"):
             tritonddp.stop_on_signal()
@@ -135,34 +121,29 @@ def test_another_thread_gets_an_error_that_names_the_remedy(asked: Asked) -> Non
         in_threads(there)
 
 
-def end_of(work: Callable[[], None]) -> tuple[int, str]:
-    """The signal that ended a process that is forked here, and what it wrote."""
-    reading, writing = os.pipe()
+def signal_that_ends(work: Callable[[], None]) -> int:
+    """Run ``work`` in a forked process, and return the signal that ends the process."""
     child = os.fork()
     if not child:
         signal.alarm(60)
-        os.dup2(writing, 1)
         work()
         os._exit(0)
-    os.close(writing)
-    _, status = os.waitpid(child, 0)
-    with os.fdopen(reading) as pipe:
-        return os.WTERMSIG(status), pipe.read()
+    return os.WTERMSIG(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_sigterm_twice_ends_the_process_and_once_a_forked_one(asked: Asked) -> None:
+def test_sigterm_twice_ends_the_process_and_once_a_forked_one(asked: mock.Mock) -> None:
     def is_asked_twice() -> None:
         tritonddp.stop_on_signal()
         os.kill(os.getpid(), TERM)
-        os.write(1, f"asked {asked.count}".encode())
-        os.kill(os.getpid(), TERM)
+        if asked.call_count == 1:
+            os.kill(os.getpid(), TERM)
 
-    assert end_of(is_asked_twice) == (TERM, "asked 1")
+    assert signal_that_ends(is_asked_twice) == TERM
     with tritonddp.stop_on_signal():
         # As Pool.terminate() does, which waits for its workers.
-        assert end_of(lambda: os.kill(os.getpid(), TERM)) == (TERM, "")
-    assert asked.count == 0
+        assert signal_that_ends(lambda: os.kill(os.getpid(), TERM)) == TERM
+    assert asked.call_count == 0
 
 
 # torchrun sends a signal to the process group of each rank: to the workers of its loader, too.
@@ -217,26 +198,17 @@ if __name__ == "__main__":
 
 
 def shielded(folder: Path, *cases: Any, words: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the script in a new process group."""
-    script = folder / "script.py"  # spawned processes import it
-    script.write_text(SHIELDED)
+    """Run the script in a new process group. Spawned processes import it."""
     numbered = repr([(int(number), *rest) for number, *rest in cases])
-    return run(script, numbered, *words.split(), nproc=None, env={"PYTHONPATH": str(ROOT)})
+    return played(SHIELDED, folder, numbered, *words.split())
 
 
 FORKED = [(TERM, "fork", False, False), (TERM, "fork", True, True), (USR1, "fork", False, True)]
+SPAWNED = [(TERM, "spawn", True, False)]
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(FORKED, id="forked", marks=pytest.mark.quick),
-        pytest.param([(TERM, "spawn", True, False)], id="spawned"),
-    ],
-)
-def test_a_signal_to_the_group_does_not_end_the_workers_of_loaders(
-    cases: list[Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("cases", [pytest.param(FORKED, marks=pytest.mark.quick), SPAWNED])
+def test_a_signal_to_the_group_does_not_end_the_workers_of_loaders(cases, tmp_path):
     done = shielded(tmp_path, *cases)
     expected = [f"{method} True 1 [False, False]" for _, method, *_ in cases]
     assert done.stdout.splitlines() == expected, done.stderr[-3000:]
@@ -253,9 +225,7 @@ def test_workers_that_cannot_be_shielded_are_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_handler_that_cannot_be_set_or_restored_is_refused(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_handler_that_cannot_be_set_or_restored_is_refused(asked, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(signal, "getsignal", lambda number: None)
         with pytest.raises(RuntimeError, match=r"SIGUSR1 was not set by Python.*signal\.SIG_DFL"):

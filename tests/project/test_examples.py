@@ -1,4 +1,4 @@
-"""examples/train.py: it learns, ranks match, and both wrappers end with the same bits."""
+"""The example scripts learn, and show what their pages promise."""
 
 import re
 
@@ -6,12 +6,14 @@ import launched
 import pytest
 from launched import ROOT
 
-pytest.importorskip("sklearn", reason="needs the extra [examples]")
-pytest.importorskip("tqdm", reason="needs the extra [examples]")
+FAILURES = ROOT / "examples" / "failures"
+SCRIPTS = sorted(path.stem for path in FAILURES.glob("*.py") if path.stem != "run")
 
 
 @pytest.mark.long
 def test_stock_and_tritonddp_learn_the_digits_with_the_same_bits() -> None:
+    pytest.importorskip("sklearn", reason="needs the extra [examples]")
+    pytest.importorskip("tqdm", reason="needs the extra [examples]")
     words = ("--task", "digits", "--steps", "60", "--ddp", "both")
     script = ROOT / "examples" / "train.py"
     done = launched.run(script, *words, env={"PYTHONPATH": str(ROOT)})
@@ -28,3 +30,13 @@ def test_stock_and_tritonddp_learn_the_digits_with_the_same_bits() -> None:
     its, ours = map(float, table["a step, ms"])
     ratio = re.search(r"tritonddp: ([\d.]+) of stock's time \(95 % interval ", done.stdout)[1]
     assert float(ratio) == pytest.approx(ours / its, rel=0.01)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_fails_with_stock_and_not_with_tritonddp(name: str) -> None:
+    """``make evidence``"""
+    done = launched.run(FAILURES / "run.py", name, "--limit", "150", nproc=None, timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Right with stock: 0 of 1." in done.stdout
+    assert f"\n| [{name}](" in (ROOT / "docs" / "evidence.md").read_text()

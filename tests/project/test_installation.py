@@ -95,22 +95,14 @@ if child:
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 
-def build(tree: Path) -> Path:
-    """The wheel of ``tree``, with the description of this repository's package."""
+def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", "77")
+    tree, wheels, ignored = tmp_path / "tree", tmp_path / "wheels", shutil.ignore_patterns("*.pyc")
+    shutil.copytree(ROOT / "tritonddp", tree / "tritonddp", ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
-    wheels = tree.parent / "wheels"
-    wheels.mkdir()
     subprocess.run([sys.executable, "-c", BUILD, wheels], cwd=tree, check=True, capture_output=True)
     (wheel,) = wheels.iterdir()
-    return wheel
-
-
-def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
-    tree, ignored = tmp_path / "tree", shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "tritonddp", tree / "tritonddp", ignore=ignored)
-    wheel = build(tree)
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert wheel.name == f"tritonddp-{tritonddp.__version__}-py3-none-any.whl"
     files = [path for path in (tree / "tritonddp").rglob("*") if path.is_file()]

@@ -5,7 +5,6 @@ ranks wait for each other.
 """
 
 import importlib.util
-import os
 import re
 import tempfile
 import traceback
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from distributed import gather, ranks
 from launched import ROOT, played
 from torch import nn
+from training import in_folder
 
 import tritonddp
 
@@ -102,22 +102,17 @@ def of_pages() -> Iterator[tuple[str, str, Any]]:
 
 @ranks(2)
 def test_each_snippet_runs_as_it_is_printed() -> None:
-    failed, before, count = {}, Path.cwd(), 0
+    failed, snippets = {}, list(of_pages())
+    assert len(snippets) > 30
     compiled = partial(torch.compile, backend="aot_eager")  # in a tenth of the time
-    with tempfile.TemporaryDirectory() as own, mock.patch.object(torch, "compile", compiled):
-        os.chdir(own)
-        try:
-            for place, code, makes in of_pages():
-                count += 1
-                with mock.patch.object(tritonddp, "DistributedDataParallel", makes):
-                    try:
-                        play(code, place, makes)
-                    except Exception:
-                        failed[place] = traceback.format_exc(limit=-2)
-        finally:
-            os.chdir(before)
+    with in_folder(), mock.patch.object(torch, "compile", compiled):
+        for place, code, makes in snippets:
+            with mock.patch.object(tritonddp, "DistributedDataParallel", makes):
+                try:
+                    play(code, place, makes)
+                except Exception:
+                    failed[place] = traceback.format_exc(limit=-2)
     assert not failed, "\n".join(f"{place}:\n{error}" for place, error in failed.items())
-    assert count > 30
 
 
 @pytest.mark.parametrize("place", [name for name, code in snippets().items() if is_script(code)])

@@ -8,112 +8,83 @@ execute. An entry names a function; ``test_unreached.py`` checks the names.
 """
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from math import inf
 
 from measured import PACKAGE, functions, measure, missing_lines
 
-# Reasons that several lines have.
-GPU = "a CUDA device; tests/gpu"
-GPUS = "several CUDA devices"
-COMPILED = (
-    "code of compiled kernels, not of interpreted ones; tests/aot compiles it, tests/gpu runs it"
-)
-ENGINE = (
-    "runs in threads of torch's distributed engine, which coverage.py sees from Python 3.12 on; "
-    "tests/reducer/test_distributed_autograd.py"
-)
-LIGHTNING = "needs lightning; make test-clients"
-GUARD = "a guard: no way is known to get there"
-NOTHING = "an empty part of a buffer or of a message"
-ALL = inf  # statements of a function
-DISAGREE = "ranks that disagree exactly there; tests/differential and tests/faults do not"
-
-# By file and function: the largest number of its statements that no test executes, and the reason.
-UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
-    "_torch.py": {
-        "put_into_context": (ALL, ENGINE),
-        "_put": (ALL, ENGINE),
-    },
-    "buckets/bucket.py": {
-        "Bucket.check_kind": (1, "torch checks the same when a gradient is accumulated or set"),
-        "Bucket.in_buffer": (1, "a lazy bucket, when buckets are renewed"),
-    },
-    "buckets/parameters.py": {
-        "ModuleParameters.verify": (1, "verify_same, before it, raises where hashes have differed")
-    },
-    "buckets/residuals.py": {
-        "add_to": (
-            1,
-            "a parameter of a loaded state is not quantized any more: its dtype has changed",
-        )
-    },
-    "buckets/grad_storage/grad_storage.py": {
-        "GradStorage.pack": (1, "an error of torch that is raised again, such as out of memory"),
-    },
-    "comm/grad_bucket.py": {"buffer_of": (1, "the hook of a lazy bucket: " + GUARD)},
-    "comm/reduction.py": {
-        "Reduction._launch_nan": (
-            4,
-            "a skipped bucket that a failed backward did not reach; a rank that ends there",
-        ),
-        "Reduction._exchange_rows": (7, "a connection that breaks among these rows"),
-    },
-    "compat/stock_ddp.py": {
-        "StockDDPNames.scatter": (ALL, GPUS),
-        "StockDDPNames.gather": (ALL, GPUS),
-    },
-    "config.py": {
-        "sendable": (5, GPU),
-        "process_group_of": (1, "a build of torch without torch.distributed"),
-        "device_ids_of": (2, GPU),
-        "_device_index": (ALL, GPU),
-    },
-    "coordination/processes.py": {"_scope": (2, "a system without /proc, as macOS is")},
-    "diagnostics/hang.py": {"watch": (3, "no further thread can be started")},
-    "wrapper.py": {"DistributedDataParallel._pre_forward": (3, GPU)},
-    "features/join.py": {"JoinProtocol._agree": (1, DISAGREE)},
-    "features/rpc_contexts.py": dict.fromkeys(
-        (
-            *("watch.hook", "_begin", "_arrives", "_broke_off"),
-            *(f"ContextBackward.{name}" for name in ("__init__", "begin", "end", "drain")),
-            *(
-                f"ContextBackward.{name}"
-                for name in ("_read", "_write", "_leave", "_refuse_unused")
-            ),
-        ),
-        (ALL, ENGINE),
-    ),
-    "integrations/fabric.py": {
-        "": (1, LIGHTNING),
-        "TritonDDPStrategy": (ALL, LIGHTNING),
-        "TritonDDPStrategy.setup_module": (ALL, LIGHTNING),
-    },
-    "kernels/flatten.py": {"widen": (1, COMPILED)},
-    "kernels/quantized/quantize.py": {"quantize": (1, NOTHING), "_prepare": (1, NOTHING)},
-    "kernels/quantized/reduce_parts.py": {"_prepare": (1, NOTHING)},
-    "reducer/graph/participation.py": {
-        "accumulating_nodes": (1, GUARD),
-        "will_engine_execute": (1, "any other error of torch, which is raised again"),
-    },
-    "reducer/graph/readiness.py": {
-        "ReadyTracker._hook_end.gradient_is_final": (
-            1,
-            "the wrapper is deleted during a backward",
-        )
-    },
-    "reducer/graph/backward.py": {"Backward.has_failed": (2, GPU)},
-    "reducer/reducer.py": {
-        "Reducer.drain": (2, DISAGREE),
-        "Reducer.check_pending": (1, GPU),
-        "Reducer._reduce_now": (1, "on_abort, which check_finite has, of a refused request"),
-    },
-    "reducer/autograd_driver.py": {
-        "AutogradDriver.drain": (1, "on_abort of a capture, which check_finite has"),
-        "AutogradDriver.on_segment_ready": (1, GUARD),
-        "AutogradDriver.on_unusual_order": (1, GUARD),
-    },
+# Reasons of several entries.
+REASONS = {
+    "compiled": "code of compiled kernels; tests/aot compiles it, tests/gpu runs it",
+    "disagree": "ranks that disagree exactly there; no random program and no fault does",
+    "engine": "runs in threads of torch's distributed engine, which coverage.py sees from Python "
+    "3.12 on; tests/reducer/test_distributed_autograd.py",
+    "gpu": "a CUDA device; tests/gpu",
+    "gpus": "several CUDA devices",
+    "guard": "a guard: no way is known to get there",
+    "lightning": "needs lightning; make test-clients",
+    "nothing": "an empty part of a buffer or of a message",
 }
+ALL = inf  # statements of a function
+
+# File, function, the largest number of its statements that no test executes, and the reason.
+_TABLE = """
+_torch.py put_into_context all engine
+_torch.py _put all engine
+buckets/bucket.py Bucket.check_kind 1 torch checks the same when a gradient is accumulated or set
+buckets/bucket.py Bucket.in_buffer 1 a lazy bucket, when buckets are renewed
+buckets/parameters.py ModuleParameters.verify 1 verify_same raises before it where hashes differ
+buckets/residuals.py add_to 1 the dtype of a parameter of a loaded state has changed
+buckets/grad_storage/grad_storage.py GradStorage.pack 1 torch raises, for example out of memory
+comm/grad_bucket.py buffer_of 1 the hook of a lazy bucket: a guard: no way is known to get there
+comm/reduction.py Reduction._launch_nan 4 a failed backward skips a bucket, or a rank ends
+comm/reduction.py Reduction._exchange_rows 7 a connection that breaks among these rows
+compat/stock_ddp.py StockDDPNames.scatter all gpus
+compat/stock_ddp.py StockDDPNames.gather all gpus
+config.py sendable 5 gpu
+config.py process_group_of 1 a build of torch without torch.distributed
+config.py device_ids_of 2 gpu
+config.py _device_index all gpu
+coordination/processes.py _scope 2 a system without /proc, as macOS is
+diagnostics/hang.py watch 3 no further thread can be started
+wrapper.py DistributedDataParallel._pre_forward 3 gpu
+features/join.py JoinProtocol._agree 1 disagree
+features/rpc_contexts.py watch.hook all engine
+features/rpc_contexts.py _begin all engine
+features/rpc_contexts.py _arrives all engine
+features/rpc_contexts.py _broke_off all engine
+features/rpc_contexts.py ContextBackward.__init__ all engine
+features/rpc_contexts.py ContextBackward.begin all engine
+features/rpc_contexts.py ContextBackward.end all engine
+features/rpc_contexts.py ContextBackward.drain all engine
+features/rpc_contexts.py ContextBackward._read all engine
+features/rpc_contexts.py ContextBackward._write all engine
+features/rpc_contexts.py ContextBackward._leave all engine
+features/rpc_contexts.py ContextBackward._refuse_unused all engine
+integrations/fabric.py <module> 1 lightning
+integrations/fabric.py TritonDDPStrategy all lightning
+integrations/fabric.py TritonDDPStrategy.setup_module all lightning
+kernels/flatten.py widen 1 compiled
+kernels/quantized/quantize.py quantize 1 nothing
+kernels/quantized/quantize.py _prepare 1 nothing
+kernels/quantized/reduce_parts.py _prepare 1 nothing
+reducer/graph/participation.py accumulating_nodes 1 guard
+reducer/graph/participation.py will_engine_execute 1 any other error of torch, which is raised again
+reducer/graph/readiness.py ReadyTracker._hook_end.gradient_is_final 1 the wrapper is deleted
+reducer/graph/backward.py Backward.has_failed 2 gpu
+reducer/reducer.py Reducer.drain 2 disagree
+reducer/reducer.py Reducer.check_pending 1 gpu
+reducer/reducer.py Reducer._reduce_now 1 on_abort, which check_finite has, of a refused request
+reducer/autograd_driver.py AutogradDriver.drain 1 on_abort of a capture, which check_finite has
+reducer/autograd_driver.py AutogradDriver.on_segment_ready 1 guard
+reducer/autograd_driver.py AutogradDriver.on_unusual_order 1 guard
+"""
+UNREACHED: dict[str, dict[str, tuple[float, str]]] = defaultdict(dict)
+for _line in filter(None, _TABLE.splitlines()):
+    _file, _function, _number, _reason = _line.split(maxsplit=3)
+    _most = ALL if _number == "all" else int(_number)
+    UNREACHED[_file][_function.replace("<module>", "")] = _most, REASONS.get(_reason, _reason)
 
 
 def missing_of(name: str, numbers: Iterable[int]) -> dict[str, list[int]]:

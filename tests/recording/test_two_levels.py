@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, ranks
-from hosts import emulated_hosts
+from on_hosts import on_hosts
 from torch import Tensor
 from training import breaking_off
 
@@ -24,10 +24,10 @@ STEPS = 6
 
 
 @contextmanager
-def on_hosts(program: Program, steps: int) -> Iterator[Run]:
+def played(program: Program, steps: int) -> Iterator[Run]:
     """Context: two hosts have run some steps, and quantize the gradients between them."""
     program = replace(program, options={**program.options, "compression": "int8"})
-    with emulated_hosts(2), running(program, steps, is_on_side=True) as run:
+    with on_hosts(2), running(program, steps, is_on_side=True) as run:
         yield run
 
 
@@ -42,7 +42,7 @@ def flattened(run: Run) -> Tensor:
 @ranks(4, interprets=True, timeout=120)
 def test_a_program_has_no_race_and_the_gradients_of_fp32(name: str) -> None:
     program = replace(PROGRAMS[name], net={**PROGRAMS[name].net, "wide": True})
-    with on_hosts(program, STEPS) as run:
+    with played(program, STEPS) as run:
         mine = flattened(run)
         assert any(isinstance(each.wire, QuantizedInterHost) for each in run.net.reducer.buckets)
     exact = Run(program, Recorder(), "cpu")
@@ -56,7 +56,7 @@ def test_a_program_has_no_race_and_the_gradients_of_fp32(name: str) -> None:
 @ranks(4, interprets=True)
 def test_after_one_step_a_step_is_captured() -> None:
     """The buckets are new then, and nothing has been sent between hosts."""
-    with on_hosts(PROGRAMS["int8"], 1) as run:
+    with played(PROGRAMS["int8"], 1) as run:
         capture_a_step(run)
         launches, collectives = run.recorder.launches.copy(), run.recorder.collectives.copy()
         buckets = len(run.net.reducer.buckets)
@@ -72,7 +72,7 @@ def test_after_one_step_a_step_is_captured() -> None:
 @ranks(4, interprets=True)
 def test_a_steady_step_waits_for_the_last_headers_only() -> None:
     """One launch of each kernel for a share, four collectives, and no upload."""
-    with emulated_hosts(2):
+    with on_hosts(2):
         played = play(PROGRAMS["int8"])
     recorder = played.recorder
     launches, shares = recorder.launches, recorder.launches["quantize"]
@@ -90,7 +90,7 @@ def test_a_steady_step_waits_for_the_last_headers_only() -> None:
 @pytest.mark.long
 @ranks(4, interprets=True)
 def test_after_a_backward_that_failed_on_one_rank_the_next_step_is_right(rank: int) -> None:
-    with on_hosts(PROGRAMS["int8"], 3) as run:
+    with played(PROGRAMS["int8"], 3) as run:
         with breaking_off(run.module.second.weight, rank == 0):
             run.step()
         if rank:
