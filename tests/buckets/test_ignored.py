@@ -136,3 +136,17 @@ def test_an_ignored_weight_of_a_layer_with_a_reduced_bias_may_be_replaced() -> N
         for name, param in net.named_parameters():
             if "bias" in name:
                 assert_same_on_all_ranks([param, param.grad], name)
+
+
+@ranks(2)
+def test_a_submodule_that_was_used_twice_may_get_a_buffer(rank: int) -> None:
+    net = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(), nn.Dropout(), nn.Linear(WIDTH, WIDTH))
+    ddp = DistributedDataParallel(net.eval())
+    train_step(ddp, batch(0))
+    net[2] = net[1]
+    train_step(ddp, batch(1))
+    net[1] = nn.Identity()
+    train_step(ddp, batch(2))
+    net[2].register_buffer("z", torch.tensor(float(rank)))
+    train_step(ddp, batch(3))
+    assert net[2].z == 0

@@ -31,6 +31,11 @@ def test_registering_a_hook_raises_the_errors_of_stock() -> None:
         model.register_comm_hook(None, wrong_bucket)
     with pytest.raises(ValueError, match=r"should be torch\.futures\.Future\[torch\.Tensor\]\."):
         model.register_comm_hook(None, wrong_result)
+    with pytest.raises(TypeError, match=r"comm_hook_type should be dist\.BuiltinCommHookType"):
+        model._register_builtin_comm_hook("ALLREDUCE")
+    if not torch.cuda.is_available():
+        with pytest.raises(TypeError, match="BF16 all reduce communication hook required CUDA"):
+            model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     assert model._comm_hooks == []
     model.register_comm_hook(None, default_hooks.allreduce_hook)
     assert model._comm_hooks == [(default_hooks.allreduce_hook, None)]

@@ -1,6 +1,7 @@
 """Ranks of one host exchange gradients through memory that they share."""
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -309,12 +310,16 @@ def test_messages_that_a_rank_sent_before_its_end_count(a_pair: Any) -> None:
     assert not peer.is_open
 
 
-def test_memory_without_a_descriptor_is_an_error(a_pair: Any) -> None:
+def test_memory_without_a_descriptor_or_smaller_than_announced_is_an_error(a_pair: Any) -> None:
     point, peer, other = a_pair
     point.seq = 1
     other.send(peers.MESSAGE.pack(peers.HANDED, 1, 0, 1, 8))
     point.wait_for(peers.HANDED)
     assert peer.handed == {1: "memory of rank 1 cannot be mapped: no descriptor was received"}
+    point.seq, memory = 2, Memory.create(8)
+    socket.send_fds(other, [peers.MESSAGE.pack(peers.HANDED, 1, 0, 2, 2**20)], [memory.descriptor])
+    point.wait_for(peers.HANDED)
+    assert "smaller than the 1048576 bytes announced" in peer.handed[1]
 
 
 @ranks(2, views=True)
@@ -338,3 +343,31 @@ def test_after_a_disagreement_no_rank_overwrites_memory_that_another_one_still_r
         ):
             step(ddp, 3)
         assert_same_bits(step(ddp, 2), before[2])
+
+
+@ranks(2)
+def test_gradient_views_that_were_moved_return_to_the_memory_of_the_ranks(rank: int) -> None:
+    """``share_memory_()`` gives gradients other memory, which the other ranks do not see."""
+    with in_two_shots():
+        ddp, plain = net(**VIEWS), net(transport="process_group")
+        for number in range(7):
+            if number == 4 and rank == 0:
+                for grad in filter(torch.is_tensor, gradients(ddp)):
+                    grad.share_memory_()
+            assert_same_bits(step(ddp, number), step(plain, number), f"step {number}")
+
+
+@ranks(3)
+def test_memory_is_shared_once_fewer_file_descriptors_are_in_flight(rank: int) -> None:
+    send, refusals = socket.send_fds, [errno.ETOOMANYREFS] * 5 * (rank == 1)
+
+    def send_later(*arguments: Any) -> int:
+        if refusals:
+            raise OSError(refusals.pop(), "Too many references")
+        return send(*arguments)
+
+    with mock.patch.object(socket, "send_fds", send_later):
+        ddp = net(bucket_cap_mb=1e-3)
+        assert_equal_steps(ddp, 0, 1, 2)
+    assert not refusals
+    assert is_shared(ddp) == {True}

@@ -92,6 +92,8 @@ def test_sparse_gradients_do_not_go_through_a_communication_hook(view: bool) -> 
 @ranks(2, views=True)
 def test_a_dense_gradient_of_some_ranks_makes_a_dense_mean(view: bool) -> None:
     module = TiedTable(ROWS, 3).double()
+    table = module.table.weight.detach()
+    module.table.weight = module.out.weight = nn.Parameter(table.t().contiguous().t())
     alone = one_per_rank(module)
     ddp = wrap(module, view)
     for step, tied in enumerate([(0, 1), (0,), (1,), (), (0, 1)]):
@@ -103,6 +105,7 @@ def test_a_dense_gradient_of_some_ranks_makes_a_dense_mean(view: bool) -> None:
         mean = mean_over_ranks(alone)[0]
         (param,) = ddp.parameters()
         assert param.grad.is_sparse is (len(tied) == 0)
+        assert param.grad.is_sparse or param.grad.stride() == param.stride() == (1, ROWS)
         torch.testing.assert_close(param.grad.to_dense(), mean.to_dense())
 
 

@@ -14,7 +14,7 @@ from on_hosts import on_hosts
 from oracle import seed
 from quantized_ranks import all_reduce, quantized_buffers
 from torch import Tensor, nn
-from training import assert_gradients_alike, counted, drawn, gradients, left_of
+from training import assert_gradients_alike, counted, drawn, gradients, left_of, train_step
 
 from tritonddp import DistributedDataParallel, Int8
 from tritonddp.comm.host.memory_exchange import MemoryExchange
@@ -263,3 +263,24 @@ def test_a_state_keeps_all_residuals_on_other_hosts_and_other_numbers_of_ranks(
     assert expected.keys() == now.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(now[name], tensor, rtol=0, atol=1e-7, msg=name)
+
+
+@ranks(4)
+def test_after_two_levels_a_communication_hook_gets_buckets_in_reduce_dtype() -> None:
+    """Before, the flat buffers of a host have the dtype of the gradients."""
+    seen = []
+
+    def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        seen.append(bucket.buffer().dtype)
+        work = dist.all_reduce(bucket.buffer().div_(4), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    with on_hosts(2):
+        ddp = wrapped(linears(50, 60, 40), reduce_dtype=torch.bfloat16)
+        for step in range(4):
+            train_step(ddp, drawn(8, 50, step=step))
+            if step == 1:
+                assert is_in_two_levels(ddp)
+                ddp.register_comm_hook(None, hook)
+            assert_gradients_alike(ddp, f"step {step}")
+    assert set(seen) == {torch.bfloat16}

@@ -59,6 +59,7 @@ def residuals(change: Callable[[torch.Tensor], Any]) -> Callable[[dict[str, Any]
 
 # A change of a state, and the error on the rank that loads it.
 WRONG_STATES: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = [
+    (lambda _: None, TypeError, "expects a state from comm_state_dict(), got None"),
     (lambda _: wide().state_dict(), TypeError, "expects a state from comm_state_dict()"),
     (lambda state: {**state, "bucket_order": 3}, TypeError, "'bucket_order' is not a list"),
     (lambda state: {**state, "weight_unit": None}, TypeError, "'weight_unit' is not a number"),

@@ -134,4 +134,6 @@ def test_only_sampled_steps_read_the_clock() -> None:
     assert seen == [*range(10), 10, 10, 12, 12, 12, 12, 16, 16, 16, 16, 20]
     with pytest.raises(ValueError, match="sample rate should be equal or greater than 1"):
         net._set_ddp_runtime_logging_sample_rate(0)
+    with pytest.raises(TypeError, match=r"should be an integer, got 2\.5"):
+        net._set_ddp_runtime_logging_sample_rate(2.5)
     assert "sample rate" in net._get_ddp_logging_data()["error"]

@@ -93,6 +93,10 @@ def test_the_mean_is_weighted_as_the_gradients_are(rank: int) -> None:
         ddp.add_scalars(loss=10.0 * rank if rank else loss)
         loss.backward()
     assert ddp.reduced_scalars()["loss"].mean.item() == pytest.approx((10 + 2 * 20) / 3)
+    with ddp.weighted(rank, reduction="sum"):
+        ddp.add_scalars(loss=10.0 * rank)
+        ddp(drawn(5, 4)).sum().backward()
+    assert ddp.reduced_scalars()["loss"].mean.item() == pytest.approx((10 + 20) / 3)
 
 
 @ranks(2)

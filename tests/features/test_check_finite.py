@@ -11,7 +11,8 @@ from distributed import gather, ranks
 from distributed import recorded_collectives as recorded
 from modules import Kinds, linears
 from torch import Tensor, nn
-from training import assert_gradients_alike, counted, warned, ways
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from training import assert_gradients_alike, counted, raises_if, warned, ways
 
 from tritonddp import DistributedDataParallel
 
@@ -121,3 +122,43 @@ def test_a_rank_without_inputs_warns(rank: int) -> None:
         assert not messages
     else:
         assert [found(each) for each in messages] == [{"0.bias": "rank 0"}]
+
+
+@ranks(2)
+def test_parameters_without_elements_or_gradients_are_finite(rank: int) -> None:
+    module = linears(40, 50, 3)
+    module.empty, module[0].unused = nn.Parameter(torch.ones(0)), nn.Linear(40, 50)
+    ddp = DistributedDataParallel(module, check_finite="raise", compression="int8")
+    for number in (0.0, math.nan):
+        ddp.zero_grad()
+        loss = ddp(torch.randn(4, 40)).sum() + module.empty.sum()
+        text = outcome(spoiled(loss, {module[0].weight: number * rank} if rank else {}))
+        assert found(text) == ({"0.weight": "rank 1"} if math.isnan(number) else {})
+
+
+@ranks(2)
+def test_the_error_names_some_buckets_and_counts_the_others() -> None:
+    ddp = DistributedDataParallel(linears(*[4] * 8), check_finite="raise", bucket_cap_mb=1e-5)
+    with pytest.raises(FloatingPointError, match=r"; and \d+ more\."):
+        (ddp(torch.ones(1, 4)) * math.nan).sum().backward()
+
+
+@ranks(2)
+def test_nan_of_a_failed_communication_hook_is_attributed_to_its_rank(rank: int) -> None:
+    _, ddp = net()
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        future = allreduce_hook(None, bucket)
+        if fails and rank == 1 and bucket.buffer().any():
+            raise ZeroDivisionError
+        return future
+
+    ddp.register_comm_hook(None, hook)
+    for fails in (False, True, False):
+        ddp.zero_grad()
+        loss = ddp(torch.randn(4, 40)).sum()
+        with raises_if(fails and rank == 1, RuntimeError, "hook failed: ZeroDivisionError"):
+            loss_text = outcome(loss)
+        if not (fails and rank):
+            names = [bucket.names[0] for bucket in ddp.reducer.buckets]
+            assert found(loss_text) == (dict.fromkeys(names, "rank 1") if fails else {})

@@ -123,9 +123,9 @@ def test_a_gradient_before_the_first_output_is_rank_local() -> None:
     net = nn.Linear(4, 1, bias=False)
     net.temperature = nn.Parameter(torch.tensor(3.0))
     ddp = wrap(net, gradient_divide_factor=1)
-    for _ in range(3):
+    for creates_graph in (False, True, True):
         ddp.zero_grad()
-        (ddp(torch.ones(1, 4)).sum() * net.temperature).backward()
+        (ddp(torch.ones(1, 4)).sum() * net.temperature).backward(create_graph=creates_graph)
         wanted = [2 * net.weight.sum(), torch.full((1, 4), 6.0)]
         assert_close([net.temperature.grad, net.weight.grad], wanted)
     with pytest.raises(RuntimeError, match=r"of 'temperature'.* added it to .* already reduced"):

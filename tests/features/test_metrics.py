@@ -118,3 +118,14 @@ def test_a_failed_backward_does_not_count_as_a_step(rank: int) -> None:
     found = train(ddp, EVERY + 1)[-1]
     assert found["step"] == 2 * EVERY + 1
     assert gather(found) == [found] * 2
+
+
+@ranks(2)
+def test_a_rank_without_inputs_times_no_step(rank: int) -> None:
+    ddp = DistributedDataParallel(net(), metrics=True)
+    with time_of_test() as time:
+        with ddp.join():
+            train(ddp, EVERY // 2 if rank else EVERY - 1, lambda _: time.sleep(0.05))
+        time.sleep(10)
+        found = train(ddp, 2, lambda _: time.sleep(0.05))[-1]
+    assert (found["forward_ms_min"], found["forward_ms_max"]) == pytest.approx((50, 50), rel=1e-3)

@@ -149,7 +149,7 @@ def test_a_checkpoint_recomputes_in_low_precision() -> None:
     grads = []
     for options in (None, {"use_reentrant": True}, {"use_reentrant": False}):
         torch.manual_seed(0)
-        ddp = wrap(Blocks(*mlp(4, 4, 4, 4)), mixed_precision=HALF)
+        ddp = wrap(Blocks(mlp(4, 4, 4), *mlp(4, 4)), mixed_precision=HALF)
         ddp.module.options = options
         for step in range(3):
             ddp.zero_grad()
@@ -157,6 +157,19 @@ def test_a_checkpoint_recomputes_in_low_precision() -> None:
         grads.append(gradients(ddp))
     assert_same_bits(grads[1], grads[0], "gradient of a reentrant checkpoint")
     assert_same_bits(grads[2], grads[0], "gradient of a checkpoint")
+
+
+@ranks(2)
+def test_a_copy_of_the_module_recomputes_in_full_precision() -> None:
+    module = Blocks(*mlp(4, 4, 4))
+    module.options = {"use_reentrant": False}
+    plain = copy.deepcopy(module)
+    ddp = DistributedDataParallel(module, mixed_precision=HALF)
+    ddp(drawn(2, 4)).backward()
+    for each in (copied := copy.deepcopy(module), plain):
+        each.zero_grad()
+        each(drawn(2, 4)).backward()
+    assert_same_bits(gradients(copied), gradients(plain))
 
 
 @ranks(2)

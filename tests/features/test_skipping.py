@@ -74,3 +74,15 @@ def test_ranks_that_skip_different_buckets_get_an_error(rank: int) -> None:
     layers = ["abc", "bc"][rank]
     with pytest.raises(RuntimeError, match=r"different buckets.*skips: (bucket|none)"):
         loss_of(net, layers).backward()
+
+
+@ranks(2)
+def test_inside_join_all_buckets_are_sent(rank: int) -> None:
+    """A rank without inputs cannot know which of them the other ranks skip."""
+    ddp = wrapped(skip=True)
+    with ddp.join():
+        for layers in ("abc", "bc", "c", "ac")[: 4 if rank else 1]:
+            ddp.zero_grad()
+            loss_of(ddp, layers).backward()
+            used = [param.grad is not None for param in ddp.parameters()]
+            assert used == [name in layers for name in "abc"]

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import gather, ranks
+from distributed import assert_same_bits, gather, ranks
 from logged import logged
 from modules import mlp
 from torch import nn
-from training import assert_gradients_alike, train_step, wrap
+from training import assert_gradients_alike, breaking_off, gradients, train_step, wrap
 
 from tritonddp import DistributedDataParallel
 
@@ -74,6 +74,22 @@ def test_a_local_weighted_backward_must_start_at_the_outputs() -> None:
     ddp = wrap(net())
     with ddp.weighted(1), ddp.no_sync(), pytest.raises(RuntimeError, match="at the outputs of"):
         ddp.module[0].weight.sum().backward()
+
+
+@ranks(2, views=True)
+def test_a_failed_local_backward_leaves_the_gradients_and_weights_of_earlier_ones(
+    rank: int, view: bool
+) -> None:
+    ddp = wrap(net(), view)
+    with ddp.no_sync():
+        backward(ddp, weight=1 + rank)
+        kept = gradients(ddp)
+        with breaking_off(ddp.module[0].bias):
+            backward(ddp, weight=7)
+    assert_same_bits(gradients(ddp), kept)
+    backward(ddp, weight=2 - rank)  # items: 3 per rank
+    assert_same_bits(ddp.module[2].bias.grad, torch.ones(2))
+    assert_gradients_alike(ddp)
 
 
 @ranks(2, views=True)

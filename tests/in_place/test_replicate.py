@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
 from modules import by_pickle
 from torch import Tensor, nn
@@ -218,6 +219,16 @@ def test_a_retained_graph_has_its_buffers_in_all_its_backwards() -> None:
 
 
 @ranks(2)
+def test_after_another_process_group_calls_of_other_methods_are_averaged() -> None:
+    net = replicate(seeded())
+    ddp(net)._update_process_group(dist.new_group())
+    for number in range(2):
+        net.zero_grad()
+        squares(net.head(net.encode(drawn(5, 4, step=number)))).backward()
+        assert_same_on_all_ranks(gradients(net))
+
+
+@ranks(2)
 def test_a_module_in_place_has_all_methods_that_it_promises(rank: int) -> None:
     net: Any = replicate(seeded())
     methods = str(replicate.__doc__).split("these methods:")[1].split(".")[0]
@@ -307,6 +318,12 @@ class Named(Encoder):
         """It has the name of a method of the wrapper."""
 
 
+class Failing(Encoder):
+    @property
+    def no_sync(self) -> None:
+        raise ValueError("not now")
+
+
 class Registered(Encoder):
     def __init_subclass__(cls, *, name: str) -> None:
         super().__init_subclass__()
@@ -328,6 +345,7 @@ def test_modules_that_cannot_be_replicated_are_named_and_not_changed() -> None:
         (wrapped.module, ValueError, "it is wrapped already"),
         (torch.jit.script(nn.Linear(2, 2)), TypeError, "is a TorchScript module"),
         (Named(), ValueError, "Named has attributes that .*: metrics"),
+        (Failing(), ValueError, "Failing has attributes that .*: no_sync"),
         (Entry(), TypeError, r"class of Entry cannot be changed .*'name'.*: wrap the module"),
         ("net", TypeError, r"module must be a torch.nn.Module, got str"),
         (nn.Tanh(), RuntimeError, "doesn't have any parameter"),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -112,3 +113,17 @@ def test_hosts_are_found_if_the_ranks_of_each_host_have_the_same_order(rank: int
         with mock.patch.object(hosts, "_host", return_value=placement[rank]):
             found = hosts.find_hosts(Group(dist.group.WORLD), torch.device("cpu"), placement)
         assert (found and found.ranks) == expected, placement
+
+
+@ranks(4)
+def test_a_group_of_a_host_is_created_without_the_other_ranks_of_the_world(rank: int) -> None:
+    """With the device of the world, torch would split its communicator, and wait for rank 2."""
+    world: Any = dist.group.WORLD
+    group, device = dist.new_group([0, 1, 3]), torch.device("cpu", 0)
+    world.bound_device_id = device
+    if rank != 2:
+        made = hosts.subgroup(Group(group), [0, 2] if rank != 1 else [1], torch.device("cpu"))
+        assert dist.get_process_group_ranks(made) == ([0, 3] if rank != 1 else [1])
+        assert made.bound_device_id is None
+    assert world.bound_device_id == device
+    world.bound_device_id = None

@@ -210,6 +210,22 @@ def test_after_a_backward_that_fails_on_one_rank_the_next_is_right(group: Any) -
 
 
 @trainers
+def test_a_failed_backward_inside_a_failed_one_of_the_same_module_is_an_error(group: Any) -> None:
+    module = linears(6, 6, 6, 6)
+    ddp = DistributedDataParallel(module, process_group=group)
+    loss = ddp(batch(0)).sum()
+    module[0].register_forward_hook(lambda _, x, y: Failing.apply(y))
+    with dist_autograd.context() as context:
+        inner = ddp(batch(1)).sum()
+        module[2].weight.register_hook(lambda _: dist_autograd.backward(context, [inner]))
+        with pytest.raises(RuntimeError, match="python_error"):
+            loss.backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"and a loss\.backward\(\).*Restart all ranks"):
+            ddp(batch(2))
+
+
+@trainers
 def test_unsupported_features_in_a_context_are_errors_that_name_them(group: Any) -> None:
     # Slow, and warns that TorchScript is deprecated.
     from torch.distributed.optim import _apply_optimizer_in_backward

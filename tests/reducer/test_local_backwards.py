@@ -10,6 +10,7 @@ from distributed import ranks
 from logged import logged
 from modules import OnDemand
 from torch import Tensor, nn
+from torch.autograd import Variable
 from training import assert_mean_of, filled, train_step, wrap
 
 from tritonddp import DistributedDataParallel
@@ -79,6 +80,25 @@ def test_a_backward_inside_the_forward_is_local_until_a_forward_has_armed_it() -
     ddp(filled(2, 4))
     ddp(filled(2, 4))
     assert reductions(ddp) == 3
+
+
+@ranks(2)
+def test_a_backward_in_a_callback_at_the_end_of_a_backward_adds_to_its_means() -> None:
+    """The engine calls it when the buckets are launched, and before the wrapper waits for them."""
+    ddp, oracle = wrap(net()), net()
+
+    @torch.enable_grad()
+    def at_end() -> None:
+        ddp(2 * filled(2, 4)).sum().backward()
+
+    for _ in range(3):
+        for each in ddp, oracle:
+            each.zero_grad()
+        output = ddp(filled(2, 4))
+        output.register_hook(lambda _: Variable._execution_engine.queue_callback(at_end))
+        output.sum().backward()
+        (oracle(filled(2, 4)).sum() + oracle(2 * filled(2, 4)).sum()).backward()
+        assert_mean_of(ddp, oracle)
 
 
 @contextlib.contextmanager

@@ -2,11 +2,14 @@
 
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass, field
+from gc import get_referents
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
+from tritonddp.reducer.graph import backward
 from tritonddp.reducer.graph.backward import tensors_in
 
 Pair = namedtuple("Pair", "first second")
@@ -73,3 +76,11 @@ def test_shared_containers_are_searched_once() -> None:
         nested = [nested, nested]
     assert found(nested) == {ONE}
     assert len(tensors_in(nested)) <= 2
+
+
+def test_the_elements_of_long_lists_of_numbers_are_not_looked_at() -> None:
+    numbers = [*range(300_000)]
+    looked_at = mock.patch.object(backward, "get_referents", side_effect=get_referents)
+    with looked_at as looks:
+        assert found({"loss": ONE, "ids": numbers, "more": dict.fromkeys(numbers, 1)}) == {ONE}
+    assert max(len(each) for call in looks.call_args_list for each in call.args) < 10

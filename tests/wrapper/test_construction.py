@@ -122,6 +122,7 @@ BUFFERS: dict[str, Callable[[], torch.Tensor]] = {
     "sparse_coo": lambda: torch.eye(2).to_sparse(),
     "expanded": lambda: torch.zeros(1).expand(3),
     "uninitialized": nn.UninitializedBuffer,
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
     "DTensor": lambda: distribute_tensor(torch.ones(2), init_device_mesh("cpu", (2,))),
 }
 for kind, make in BUFFERS.items():
