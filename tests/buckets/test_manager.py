@@ -88,3 +88,10 @@ def test_with_find_unused_parameters_buckets_are_those_of_stock() -> None:
     static = DistributedDataParallel(layers("dafbec"), static_graph=True, **options)
     train_step(static, torch.randn(2, 4), loss=torch.sum)
     assert "".join(grouped(static)) == "cebfad", "stock rebuilds them then"
+
+
+@ranks(2)
+def test_parameters_that_no_rank_uses_are_last() -> None:
+    ddp = DistributedDataParallel(layers("eb"), bucket_cap_mb=1e-6)
+    ddp(torch.randn(2, 4)).sum().backward()
+    assert placed(ddp) == "befdca"

@@ -1,7 +1,6 @@
 """Parameters that are frozen, unfrozen, replaced or added after the module was wrapped."""
 
 import copy
-import weakref
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +9,6 @@ from distributed import assert_same_on_all_ranks, gather, in_rings, ranks, recor
 from modules import Layers
 from oracle import assert_mean, one_per_rank
 from torch import nn
-from torch.func import functional_call
 from torch.nn import Parameter
 from training import drawn, train_step, wrap
 
@@ -146,14 +144,3 @@ def test_a_head_that_is_added_to_a_frozen_model_is_reduced(rank: int, view: bool
         (head(ddp(batch(step))).sum() * (1 + rank)).backward()
         assert head.bias.grad.tolist() == [4.5]
         assert_same_on_all_ranks([head.weight.grad])
-
-
-@ranks(2)
-def test_the_wrapper_does_not_keep_a_buffer_with_a_graph_alive() -> None:
-    ddp = DistributedDataParallel(nn.BatchNorm1d(3)).eval()
-    for _ in range(2):
-        mean = torch.ones(3, requires_grad=True) * 2
-        functional_call(ddp, {"module.running_mean": mean}, torch.ones(2, 3))
-        held = weakref.ref(mean)
-        del mean
-        assert held() is None

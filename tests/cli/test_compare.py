@@ -1,6 +1,5 @@
 """``tritonddp compare``: real scripts, its verdicts, and what counts as a step."""
 
-import contextlib
 import itertools
 import json
 import os
@@ -239,33 +238,3 @@ def test_steps_are_those_of_the_optimizer_or_else_backwards(events, kinds, backw
     assert [each["backwards"] for each in sent] == backwards
     is_by_backward = kinds[0] == "u" and "s" in kinds and "O" not in events
     assert made._steps == kinds.count("s") + is_by_backward  # the first backward was one, too
-
-
-def test_the_time_to_read_the_times_of_a_step_is_not_part_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock()
-    monkeypatch.setattr(recorder, "time", clock)
-    monkeypatch.setattr(recorder, "logged_times", lambda model: clock.sleep(0.05))
-    model, made = torch.nn.Linear(1, 1), recorder.Recorder({})
-    made._models.append(weakref.ref(model))
-    made._start_clock()
-    made._note_parts()
-    assert made._began == made._now() > 0
-
-
-def test_a_script_with_too_few_steps_for_blocks_is_run_in_whole_launches(
-    launches: Launches,
-) -> None:
-    def started(labels: Any) -> Any:
-        found = [
-            SimpleNamespace(label=each, done=3, longest=0.1, played=Played()) for each in labels
-        ]
-        return contextlib.nullcontext(found)
-
-    nothing = dict.fromkeys(("_warm_up", "_probe", "_blocks"), lambda *_: None)
-    whole = Pair(Played(), Played(), None)
-    with mock.patch.multiple(launches, _started=started, _play_alone=lambda: whole, **nothing):
-        launches.play()
-    assert launches.pairs == [whole]
-    assert not launches.in_turns

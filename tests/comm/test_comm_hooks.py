@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     optimizer_overlap_hooks,
     post_localSGD_hook,
 )
-from training import assert_close, descend, gradients, means
+from training import assert_close, descend, gradients, means, train_step
 
 from tritonddp.comm.grad_bucket import GradBucket
 
@@ -231,3 +231,17 @@ def test_copies_of_a_wrapper_keep_its_hook() -> None:
         for a, b in zip(model.parameters(), copied.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad)
             assert torch.equal(a.grad, a.grad.half().float())
+
+
+@ranks(2, views=True)
+def test_complex_gradients_in_another_memory_order_with_a_hook(rank: int, view: bool) -> None:
+    turned = nn.Linear(3, 2, bias=False)
+    turned.weight = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64).t())
+    hooked, plain = (OURS(copy.deepcopy(turned), gradient_as_bucket_view=view) for _ in range(2))
+    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
+    x = torch.arange(3) + torch.full((3,), 1j + rank)
+    for _ in range(3):
+        for model in (hooked, plain):
+            train_step(model, x, loss=lambda outputs: outputs.abs().sum())
+        assert hooked.module.weight.grad.stride() == (1, 2)
+        torch.testing.assert_close(hooked.module.weight.grad, plain.module.weight.grad)

@@ -308,14 +308,3 @@ def test_a_program_that_ends_early_leaves_the_number_of_its_backwards(tmp_path: 
     done = played(textwrap.dedent(script), tmp_path, nproc=2)
     numbers = "rank 1 has run 1 fewer reduced backwards than this rank (2; this rank: 3)"
     assert numbers in done.stderr
-
-
-def test_nothing_is_reported_before_the_other_ranks_have_answered() -> None:
-    watch = hang._GroupWatch(fake_group(), 1.0)
-    watch._since = 0.0
-    answers = mock.patch.object(watch, "_ask", side_effect=[[], ["rank 1 is behind"]])
-    with answers, logged(logging.DEBUG) as kept:
-        watch.look()
-        assert not kept.lines()
-        watch.look()
-    assert "s: rank 1 is behind" in kept.lines()[0]

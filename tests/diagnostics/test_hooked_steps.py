@@ -6,10 +6,9 @@ from collections.abc import Callable
 import torch
 from distributed import ranks
 from logged import logged
-from modules import mlp
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
-from training import filled, wrap
+from training import filled
 
 from tritonddp import DistributedDataParallel
 
@@ -40,10 +39,15 @@ def lomo(net: nn.Module) -> None:
         param.register_hook(step)
 
 
+def halve(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
+
+
 def clipped(net: nn.Module) -> None:
     for param in net.parameters():
         param.register_hook(lambda grad: grad.clamp(-1, 1))
-        param.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(0.5))
+        param.register_post_accumulate_grad_hook(halve)
 
 
 def delayed(net: nn.Module) -> None:
@@ -53,8 +57,9 @@ def delayed(net: nn.Module) -> None:
 
 def trained(hook: Callable[[nn.Module], None]) -> tuple[DistributedDataParallel, list[str]]:
     torch.manual_seed(0)
-    ddp = wrap(mlp(4, 4, 1))
-    ddp.module[0].weight.detach()[0] = float("nan")
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))
+    with torch.no_grad():
+        ddp.module[0].weight[0] = float("nan")
     hook(ddp.module)
     with logged(logging.WARNING) as found:
         for _ in range(4):
@@ -66,8 +71,9 @@ def trained(hook: Callable[[nn.Module], None]) -> tuple[DistributedDataParallel,
 def test_optimizers_in_hooks_are_named_once() -> None:
     for hook in (layerwise, lomo):
         (line,) = trained(hook)[1]
-        parts = ("rank", "step 1", "'0.bias'", "before their gradients were averaged", "after back")
-        assert all(part in line for part in parts), line
+        for part in ("rank", "step 1", "'0.bias'", "before their gradients were averaged"):
+            assert part in line
+        assert "after back" in line
 
 
 @ranks(2)

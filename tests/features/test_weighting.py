@@ -11,7 +11,14 @@ from distributed import assert_same_bits, gather, ranks
 from logged import logged
 from modules import mlp
 from torch import nn
-from training import assert_gradients_alike, breaking_off, gradients, train_step, wrap
+from training import (
+    assert_close,
+    assert_gradients_alike,
+    breaking_off,
+    gradients,
+    train_step,
+    wrap,
+)
 
 from tritonddp import DistributedDataParallel
 
@@ -125,3 +132,22 @@ def test_large_weights_do_not_overflow_fp16_once_their_size_is_known(view: bool)
         with ddp.weighted(n):
             train_step(ddp, torch.full((1, 1), 10.0, dtype=torch.half), loss=torch.sum)
     assert ddp.module.weight.grad.item() == 10
+
+
+@ranks(2, views=True)
+def test_a_backward_that_bypasses_the_outputs_has_its_weight(rank: int, view: bool) -> None:
+    """Its gradients cannot be accumulated with a mean, but with a sum."""
+    ddp = wrap(net(), view)
+    weight = ddp.module[0].weight
+    ddp(torch.zeros(1, 3))  # arms the reduction
+    with ddp.weighted(1 + 2 * rank):
+        (weight.sum() * rank).backward()
+    assert_close(weight.grad, torch.full_like(weight, 0.75))
+    ddp.zero_grad()
+    with ddp.no_sync():
+        backward(ddp, weight=1, reduction="sum")
+        kept = weight.grad.clone()
+        with ddp.weighted(2, "sum"):
+            weight.sum().backward()
+    ddp.reduce_gradients()
+    assert_close(weight.grad, (kept + 1) / 3)

@@ -1,13 +1,19 @@
 """The tensors of an output are found in containers of any type."""
 
+import copy
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass, field
 from gc import get_referents
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+from distributed import ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from training import assert_mean_of, drawn, wrap
 
 from tritonddp.reducer.graph import backward
 from tritonddp.reducer.graph.backward import tensors_in
@@ -84,3 +90,33 @@ def test_the_elements_of_long_lists_of_numbers_are_not_looked_at() -> None:
     with looked_at as looks:
         assert found({"loss": ONE, "ids": numbers, "more": dict.fromkeys(numbers, 1)}) == {ONE}
     assert max(len(each) for call in looks.call_args_list for each in call.args) < 10
+
+
+class Hidden(nn.Module):
+    """A layer in one or two reentrant checkpoints, whose output hides its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.times = nn.Linear(4, 4), 1
+
+    def forward(self, x: Tensor) -> Any:
+        outputs = [
+            checkpoint(self.layer, x * n, use_reentrant=True) for n in range(1, self.times + 1)
+        ]
+        return SimpleNamespace(get=lambda: torch.stack(outputs).sum(0))
+
+
+@ranks(2)
+def test_a_layer_in_two_checkpoints_of_a_hidden_forward_is_an_error() -> None:
+    """As in stock DDP, where a parameter is marked ready twice."""
+    net = Hidden()
+    alone = copy.deepcopy(net)
+    ddp = wrap(net)
+    for step in range(3):
+        for each in ddp, alone:
+            each.zero_grad()
+            each(drawn(3, 4, step=step).requires_grad_()).get().square().sum().backward()
+        assert_mean_of(ddp, alone, f"step {step}")
+    net.times = 2
+    with pytest.raises(RuntimeError, match="became ready again after all gradients were averaged"):
+        ddp(drawn(3, 4).requires_grad_()).get().square().sum().backward()
