@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits
-from hosts import emulated_hosts
 from modules import Given
 from nets import gradients
+from on_hosts import on_hosts
 from quantized_ranks import Simulated
 from torch import Tensor
 from training import drawn
@@ -73,7 +73,7 @@ def test_between_two_hosts_gradients_have_the_bits_of_the_twins(
 ) -> None:
     """The ranks of a host sum in ``reduce_dtype``."""
     twins = simulated()
-    with emulated_hosts(2):
+    with on_hosts(2):
         ddp = DistributedDataParallel(
             Given(*SHAPES).to(device),
             compression="int8",
