@@ -143,7 +143,11 @@ def test_a_backward_that_bypasses_the_outputs_has_its_weight(rank: int, view: bo
     with ddp.weighted(1 + 2 * rank):
         (weight.sum() * rank).backward()
     assert_close(weight.grad, torch.full_like(weight, 0.75))
-    ddp.zero_grad()
+    for reduction in ("mean", "sum"):
+        refused = pytest.raises(RuntimeError, match="at the outputs of")
+        with ddp.weighted(1, reduction), ddp.no_sync(), refused:
+            weight.sum().backward()
+        ddp.zero_grad()
     with ddp.no_sync():
         backward(ddp, weight=1, reduction="sum")
         kept = weight.grad.clone()
