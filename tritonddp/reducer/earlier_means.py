@@ -42,7 +42,8 @@ class EarlierMeans(Extension):
         self.is_reduced = False
         if is_reduced:
             self._mark_reduced()
-        self._mixed: list[tuple[str, Tensor]] = []  # a local gradient was added to these means
+        # Gradients that may be the sum of a mean and of a local gradient.
+        self._mixed: list[tuple[str, Tensor]] = []
         self._aside: dict[Tensor, Tensor] = {}
 
     def take_over(self, former: EarlierMeans) -> None:
@@ -58,6 +59,7 @@ class EarlierMeans(Extension):
                 this one before the backward was noticed.
         """
         means = self.means(backward.first_param)
+        self.is_reduced = False
         if backward.reduction is not None:
             self._check(backward.where)
             if added := [name for name, param in means if param is backward.first_param]:
@@ -71,7 +73,6 @@ class EarlierMeans(Extension):
             self.set_aside(means)
         else:
             self._mixed = held(means or self._mixed)
-        self.is_reduced = False
 
     def means(self, first_param: Tensor | None = None) -> list[tuple[str, Tensor]]:
         """Return the parameters whose gradients are means.
@@ -103,13 +104,13 @@ class EarlierMeans(Extension):
         self._aside = {}
 
     def on_reduced_all(self, reduction: Reduction) -> None:
-        """Add the earlier means."""
+        """Add the earlier means. From now on, ``.grad`` holds means until a backward adds to it."""
         self._put_back()
+        self.is_reduced, self._mixed = True, []
 
     def on_close(self, reduction: Reduction | None) -> None:
-        """Mark ``.grad`` after a reduction: it holds means until a backward adds to it."""
-        if reduction is not None:
-            self._mixed = []
+        """Mark the gradients, which may have been moved to new buckets."""
+        if self.is_reduced:
             self._mark_reduced()
 
     def _mark_reduced(self) -> None:
@@ -119,18 +120,25 @@ class EarlierMeans(Extension):
                 setattr(param.grad, _MARK, True)
 
     def on_abort(self, reduction: Reduction | None) -> None:
-        """Restore the gradients as the backward left them."""
+        """Restore the gradients as the backward left them.
+
+        After a failed reduction, some may be reduced, and others not.
+        """
         self._put_back()
+        if reduction is not None:
+            self.is_reduced = False
+            self._mixed = [each for each in self._params() if each[1].grad is not None]
 
     def _check(self, where: str) -> None:
         self._mixed = held(self._mixed)
         if self._mixed:
             names = listed([name for name, _ in self._mixed])
             raise LocalError(
-                f"{where}: {self._option} cannot reduce the gradients of {names}: a local backward "
-                "added them to gradients that are already reduced. Call zero_grad() of the module "
-                "before the first backward inside no_sync(), or reduce all backwards. zero_grad() "
-                "of an optimizer skips parameters that it does not train"
+                f"{where}: {self._option} cannot reduce the gradients of {names}: a local or "
+                "failed backward added them to gradients that are already reduced. Call "
+                "zero_grad() of the module after a failed backward, and before the first backward "
+                "inside no_sync(). zero_grad() of an optimizer skips parameters that it does not "
+                "train"
             )
 
 
