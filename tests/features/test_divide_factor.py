@@ -131,7 +131,7 @@ def test_a_gradient_before_the_first_output_is_rank_local() -> None:
     with pytest.raises(RuntimeError, match=r"of 'temperature'.* added it to .* already reduced"):
         (ddp(torch.ones(1, 4)).sum() * net.temperature).backward()
     for reduce in (ddp.reduce_gradients, ddp(torch.ones(1, 4)).sum().backward):
-        with pytest.raises(RuntimeError, match="gradients of .*'temperature': .* already reduced"):
+        with pytest.raises(RuntimeError, match=r"gradients of .*'temperature': .* already reduced"):
             reduce()  # would reduce a mean twice
     ddp.zero_grad()
     (ddp(torch.ones(1, 4)).sum() * net.temperature).backward()
