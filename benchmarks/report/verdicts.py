@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.base.results import Record, Result, Results, interval
 
-HEADER = ("part", "ours against", "ratio", "95% interval", "bound", "verdict", "rounds")
+HEADER = ("part", "comparison", "ratio", "95% interval", "bound", "verdict", "rounds")
 _WORDS = {
     "met": "met",
     "within spread": "within stock's own spread",

@@ -42,7 +42,7 @@ errors = Rows(
     _wires,
     (
         ("wire", "wire"),
-        ("sent a step, kB", lambda one: f"{one.sent / 1e3:.0f}"),
+        ("sent per step, kB", lambda one: f"{one.sent / 1e3:.0f}"),
         ("error of a gradient", lambda one: _percent(one.whole)),
         ("mean over its tensors", lambda one: _percent(one.tensors)),
         ("error of the sum of all steps", lambda one: _percent(one.sum)),
@@ -85,7 +85,7 @@ def against_stock(result: Result) -> Blocks:
 def modeled(result: Result) -> Blocks:
     """Return the step times by wire and bus."""
     found = result.content.wires
-    yield f"{_MODEL}: a step in ms, and how much of it is exposed, by GB/s of the bus"
+    yield f"{_MODEL}: step time in ms (exposed time in parentheses), by bus speed in GB/s"
     yield ""
     cells: dict[tuple[str, str], dict[float, str]] = {}
     for row in found:

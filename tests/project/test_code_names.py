@@ -30,8 +30,8 @@ OBJECTS = (
 # Names of other libraries, and of a program that a page shows.
 OTHERS = re.findall(
     r"[\w.]+",
-    """DDP DistributedDataParallelKwargs Fabric Trainer dcp.async_save distrib_ctx get_gradients
-    idist.auto_model launch main make_private prepare prepare_model module
+    """DDP DistributedDataParallelKwargs Fabric Trainer average dcp.async_save distrib_ctx
+    get_gradients idist.auto_model launch main make_private prepare prepare_model module
     ray.train.torch.prepare_model reduce_parameters tr train""",
 )
 FILE = re.compile(r"\.(py|md|toml|cff|yml|txt|json)$")

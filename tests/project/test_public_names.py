@@ -2,12 +2,13 @@
 
 import importlib
 import inspect
+import os
 import pkgutil
 import re
 from operator import attrgetter
 from typing import Any
 
-from distributed import ranks
+from distributed import gather, ranks
 from launched import ROOT
 from modules import normed
 from torch import nn
@@ -87,6 +88,7 @@ def test_examples_run_on_two_ranks() -> None:
     codes = {(name, code) for name in NAMES for code in examples(name)}
     assert len(codes) > 12
     with in_folder():
+        os.chdir(gather(os.getcwd())[0])  # all ranks read the files that an example writes
         for name, code in sorted(codes):
             known: dict[str, Any] = {"__name__": "__main__"}
             exec(compile(BEGINNING, "docs/api.md", "exec"), known)

@@ -267,9 +267,10 @@ class ZeroRedundancyOptimizer(Optimizer):
             loss_function(model(inputs), targets).backward()
             optimizer.step()
             optimizer.consolidate_state_dict(to=0)
-            saved = [optimizer.state_dict() if rank == 0 else None]  # torch.save(), for example
-            dist.broadcast_object_list(saved)
-            optimizer.load_state_dict(saved[0])
+            if rank == 0:
+                torch.save(optimizer.state_dict(), "optimizer.pt")  # where all ranks can read it
+            dist.barrier()
+            optimizer.load_state_dict(torch.load("optimizer.pt"))
         """
         if not 0 <= to < self._group.size:
             raise ValueError(f"to should be a rank from 0 to {self._group.size - 1}, got {to}")

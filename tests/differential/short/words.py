@@ -159,11 +159,11 @@ def sample(length: int, configuration: Configuration, count: int, seed: int) -> 
 
 # Documented differences: a quotation of the page, and the events after which a program may differ.
 RULES: dict[str, Callable[[Step, Configuration], bool]] = {
-    "**A backward inside `no_sync` of a forward outside** is local": lambda step, _: (
+    "**A backward inside `no_sync` whose forward ran outside** is local": lambda step, _: (
         step.letter == "N" and step.armed
     ),
     # A second backward of one graph, or of a forward before the one that was reduced.
-    "a further backward through a forward outside is reduced": lambda step, _: (
+    "another backward through a forward that ran outside is reduced": lambda step, _: (
         step.letter != "N" and not step.armed and any(each.letter != "n" for each in step.used)
     ),
     # Stock reduces its next backward, even if it bypasses the wrapper. With ``static_graph`` the
