@@ -14,7 +14,7 @@ from on_hosts import on_hosts
 from oracle import seed
 from quantized_ranks import all_reduce, quantized_buffers
 from torch import Tensor, nn
-from training import assert_gradients_alike, counted, drawn, gradients, left_of, train_step
+from training import assert_gradients_alike, counted, drawn, gradients, left_of
 
 from tritonddp import DistributedDataParallel, Int8
 from tritonddp.comm.host.memory_exchange import MemoryExchange
@@ -188,22 +188,6 @@ def test_bytes_that_a_host_sends(per_host: int) -> None:
             assert expected <= of_host < 1.02 * expected, name
 
 
-@ranks(4)
-def test_one_more_backward_on_some_ranks_is_an_error_on_all_ranks(rank: int) -> None:
-    with on_hosts(PER_HOST):
-        ddp = wrapped(Net(), compression="int8")
-        for step in range(2):
-            loss_of(ddp, step).backward()
-        loss = loss_of(ddp, 2)
-        loss.backward(retain_graph=True)
-        if rank < 2:
-            loss = loss_of(ddp, 3)
-        with pytest.raises(RuntimeError, match="rank 3: another backward"):
-            loss.backward()
-        loss_of(ddp, 4).backward()
-        assert_gradients_alike(ddp)
-
-
 # Error feedback
 
 
@@ -263,24 +247,3 @@ def test_a_state_keeps_all_residuals_on_other_hosts_and_other_numbers_of_ranks(
     assert expected.keys() == now.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(now[name], tensor, rtol=0, atol=1e-7, msg=name)
-
-
-@ranks(4)
-def test_after_two_levels_a_communication_hook_gets_buckets_in_reduce_dtype() -> None:
-    """Before, the flat buffers of a host have the dtype of the gradients."""
-    seen = []
-
-    def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        seen.append(bucket.buffer().dtype)
-        work = dist.all_reduce(bucket.buffer().div_(4), async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-
-    with on_hosts(2):
-        ddp = wrapped(linears(50, 60, 40), reduce_dtype=torch.bfloat16)
-        for step in range(4):
-            train_step(ddp, drawn(8, 50, step=step))
-            if step == 1:
-                assert is_in_two_levels(ddp)
-                ddp.register_comm_hook(None, hook)
-            assert_gradients_alike(ddp, f"step {step}")
-    assert set(seen) == {torch.bfloat16}
