@@ -14,9 +14,11 @@ from on_hosts import on_hosts
 from oracle import seed
 from quantized_ranks import all_reduce, quantized_buffers
 from torch import Tensor, nn
-from training import assert_gradients_alike, counted, drawn, gradients, left_of
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from training import assert_gradients_alike, counted, drawn, gradients, left_of, train_step
 
 from tritonddp import DistributedDataParallel, Int8
+from tritonddp.comm.grad_bucket import GradBucket
 from tritonddp.comm.host.memory_exchange import MemoryExchange
 from tritonddp.coordination.host import connect
 
@@ -247,3 +249,23 @@ def test_a_state_keeps_all_residuals_on_other_hosts_and_other_numbers_of_ranks(
     assert expected.keys() == now.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(now[name], tensor, rtol=0, atol=1e-7, msg=name)
+
+
+@ranks(4)
+def test_a_communication_hook_ends_the_sums_of_hosts_and_gets_buckets_in_reduce_dtype() -> None:
+    """Before, the flat buffers of a host have the dtype of the gradients."""
+    seen = set()
+
+    def hook(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        seen.add(bucket.buffer().dtype)
+        return allreduce_hook(None, bucket)
+
+    with on_hosts(2):
+        ddp = wrapped(linears(50, 60, 40), reduce_dtype=torch.bfloat16)
+        for step in range(4):
+            train_step(ddp, drawn(8, 50, step=step))
+            if step == 1:
+                assert is_in_two_levels(ddp)
+                ddp.register_comm_hook(None, hook)
+            assert_gradients_alike(ddp, f"step {step}")
+    assert seen == {torch.bfloat16}
