@@ -158,25 +158,6 @@ def with_torchft(client: Client) -> None:
     client.report(model, module, committed=committed)
 
 
-def with_torchmetrics(client: Client) -> None:
-    """A metric that is synchronized between forward and backward."""
-    from torchmetrics.classification import MulticlassAccuracy
-
-    client.init_process_group()
-    network = client.network()
-    model = client.wrap(network)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    accuracy = MulticlassAccuracy(10, dist_sync_on_step=True)
-    for inputs, labels in client.batches():
-        logits = model(inputs)
-        loss = F.cross_entropy(logits, labels)
-        accuracy(logits.softmax(1).detach(), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    client.report(model, network, accuracy=accuracy.compute().item())
-
-
 def with_ignite(client: Client) -> None:
     """``idist.auto_model`` wraps, an Engine trains."""
     client.replace_stock()

@@ -49,7 +49,6 @@ LIBRARIES = {
     "timm": Library("timm torchvision", in_place=True),
     "torchao": Library("torchao", in_place=True),
     "torchft": Library("torchft", in_place=True),
-    "torchmetrics": Library("torchmetrics", in_place=True, saved=2),
     "transformers": Library("transformers accelerate"),
     "transformers_compiled": Library("transformers accelerate", saved=1),
     "trl": Library("trl"),

@@ -1,4 +1,4 @@
-"""Factors that are on a GPU, and must not be rounded to the dtype of what they multiply."""
+"""Factors on a GPU are not rounded to the dtype of the gradients that they multiply."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,7 +9,6 @@ import torch.distributed as dist
 from distributed import ranks
 from modules import Given
 from recording.device import recording
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from training import WAYS
 
@@ -18,32 +17,19 @@ from tritonddp import DistributedDataParallel
 SHAPES = [(40, 30), (17,), ()]
 
 
-def gradients(dtype: torch.dtype, rank: int, step: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randn(shape, dtype=dtype, generator=generator) for shape in SHAPES]
-
-
-def backward(ddp: Any, given: list[Tensor]) -> None:
-    loss = ddp(*(each.to("cuda") for each in given))
-    (loss.real if loss.is_complex() else loss).backward()
-
-
-def wrapped(dtype: torch.dtype, **options: Any) -> Any:
-    return DistributedDataParallel(Given(*SHAPES, dtype=dtype).to("cuda"), **options)
-
-
 def play(ddp: Any, dtype: torch.dtype) -> None:
     """Reduce in every way that has a factor."""
     rank = dist.get_rank()
-    step = 0
+
+    def backward() -> None:
+        loss = ddp(*(torch.randn(shape, dtype=dtype).to("cuda") for shape in SHAPES))
+        (loss.real if loss.is_complex() else loss).backward()
 
     def train(*contexts: AbstractContextManager[Any], set_to_none: bool = False) -> None:
-        nonlocal step
         ddp.zero_grad(set_to_none=set_to_none)
         for context in contexts:
-            step += 1
             with context:
-                backward(ddp, gradients(dtype, rank, step))
+                backward()
 
     train(nullcontext())
     train(ddp.weighted(3 + 2 * rank))
@@ -52,7 +38,7 @@ def play(ddp: Any, dtype: torch.dtype) -> None:
         with ddp.no_sync():
             train(ddp.weighted(7, reduction=reduction), ddp.weighted(2, reduction=reduction))
         with ddp.weighted(3 + rank, reduction=reduction):
-            backward(ddp, gradients(dtype, rank, 90))
+            backward()
     with ddp.join(divide_by_initial_world_size=False):
         for _ in range(1 + 2 * rank):
             train(nullcontext())
@@ -69,7 +55,8 @@ def test_no_operand_without_dimensions_loses_precision(way: str) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         options = {} if way == "hook" else {**WAYS[way], "check_finite": "raise"}
         with recording() as recorder:
-            ddp = wrapped(dtype, bucket_cap_mb=0.001, **options)
+            module = Given(*SHAPES, dtype=dtype).to("cuda")
+            ddp = DistributedDataParallel(module, bucket_cap_mb=0.001, **options)
             if way == "hook":
                 ddp.register_comm_hook(None, default_hooks.allreduce_hook)
             play(ddp, dtype)

@@ -16,13 +16,15 @@ LOST = {
     "loop": "is running but has not reported",
     "behind": "is running but has not reported",
 }
-# Options of the wrapper, by their words in the table of points.
+# Options of the wrapper, by their words in the table of points. Two words set none.
 OPTIONS = {
     "views": {"gradient_as_bucket_view": True},
     "int8": {"compression": "int8"},
     "group": {"transport": "process_group"},
     "unchecked": {"init_sync": False},
     "checked": {"check_finite": "raise"},
+    "host": {},
+    "detail": {},
 }
 
 
@@ -37,7 +39,7 @@ class Fault:
         at: one of :data:`~faults.points.POINTS`; for ``"differ"`` the difference.
         ranks: the number of ranks.
         victim: the rank of the fault.
-        words: names of :data:`OPTIONS`; ``"host"``: the victim hosts the group's store;
+        words: keys of :data:`OPTIONS`; ``"host"``: the victim hosts the group's store;
             ``"detail"``: with ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` and the log at level DEBUG.
         text: a regular expression that each error must match.
         continues: training continues after the error, with correct gradients.
@@ -66,7 +68,7 @@ class Fault:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {k: v for word in self.words for k, v in OPTIONS.get(word, {}).items()}
+        return {k: v for word in self.words for k, v in OPTIONS[word].items()}
 
     @property
     def is_fatal(self) -> bool:

@@ -28,6 +28,7 @@ def check_package() -> None:
     assert folder.is_relative_to(sys.prefix), f"{folder} is not in {sys.prefix}"
     version = metadata.version("tritonddp")
     assert tritonddp.__version__ == version
+    assert (folder / "py.typed").exists()
     assert re.match(rf"tritonddp-{re.escape(version)}(-|\.tar)", Path(sys.argv[1]).name)
     for each in pkgutil.walk_packages([str(folder)], "tritonddp."):
         if not each.name.startswith(OPTIONAL):

@@ -14,13 +14,8 @@ from launched import ROOT
 from torch import nn
 from torch.distributed.algorithms import join
 
-PAGES = [
-    *sorted((ROOT / "docs").glob("*.md")),
-    *(
-        ROOT / name
-        for name in ("README.md", "CONTRIBUTING.md", "tests/differential/named/README.md")
-    ),
-]
+MORE = ("README.md", "CONTRIBUTING.md", "tests/differential/named/README.md")
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in MORE)]
 # The objects that have the names on pages as attributes, unless the package defines them.
 OBJECTS = (
     *(builtins, torch, torch.autograd, torch.autograd.graph.Node, torch.Tensor, dist, join),

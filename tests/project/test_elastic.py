@@ -2,6 +2,7 @@
 
 import random
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +12,9 @@ import pytest
 import torch
 from distributed import assert_same_bits, run_ranks
 from launched import ROOT
+from modules import Layers
 from torch import Tensor, nn
+from training import drawn
 
 pytest.importorskip("tqdm", reason="needs the extra [examples]")
 sys.path.append(str(ROOT / "examples"))
@@ -24,27 +27,20 @@ STEPS, EVERY = 12, 3
 OPTIONS = ("--steps", STEPS, "--every", EVERY, "--batch-size", 8, "--bucket-cap-mb", 0.003)
 
 
-class Model(nn.Module):
-    """A model whose gradients are not ready in the reverse order of registration."""
-
-    def __init__(self, plain: bool) -> None:
-        super().__init__()
-        self.last = nn.Linear(180, 2)
-        self.first = nn.Linear(6, 180)
-        random_parts = nn.BatchNorm1d(180), nn.ReLU(), nn.Dropout(0.2)
-        self.middle = nn.Tanh() if plain else nn.Sequential(*random_parts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(x)))
-
-
 def tiny(plain: bool = False) -> Task:
-    """A task of milliseconds. Unless ``plain``, its model has rank-local random state."""
-    generator = torch.Generator().manual_seed(5)
-    inputs = torch.randn(72, 6, generator=generator)
+    """A task of milliseconds. Unless ``plain``, its model has rank-local random state.
+
+    The gradients are not ready in the reverse order of registration.
+    """
+
+    def model() -> nn.Module:
+        layers = Layers("210", 24, order="012")
+        return layers if plain else nn.Sequential(nn.BatchNorm1d(24), nn.Dropout(0.2), layers)
+
+    inputs = drawn(72, 24, rank=0)
     targets = (inputs.sum(1) > 0).long()
     data = inputs[:60], targets[:60], inputs[60:], targets[60:]
-    return Task("tiny", "sample", lambda: Model(plain), *data, {}, STEPS, 8, 0.01)
+    return Task("tiny", "sample", model, *data, {}, STEPS, 8, 0.01)
 
 
 class Stopped(Exception):
@@ -67,12 +63,10 @@ def parameters(folder: Path, stop_at: int | None) -> list[Tensor]:
             raise Stopped
         take_step(self)
 
-    with mock.patch.object(elastic.Training, "take_step", step):
-        try:
-            training = train(folder, "--noise", "0", plain=True)
-        except Stopped:
-            return []
-    return [parameter.detach().clone() for parameter in training.ddp.parameters()]
+    with mock.patch.object(elastic.Training, "take_step", step), suppress(Stopped):
+        training = train(folder, "--noise", "0", plain=True)
+        return [parameter.detach() for parameter in training.ddp.parameters()]
+    return []
 
 
 def test_other_numbers_of_ranks_go_on_with_the_same_training(tmp_path: Path) -> None:

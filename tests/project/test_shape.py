@@ -9,7 +9,6 @@ import ast
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +37,6 @@ SHARED_PRIVATE = {
 }
 
 
-@cache
-def dotted(node: ast.expr) -> str:
-    """The source of an expression. ``unparse`` is slow, so names with dots have a fast path."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        return f"{dotted(node.value)}.{node.attr}"
-    return ast.unparse(node)
-
-
 def every(*kinds: type[Any]) -> Iterator[tuple[str, Any]]:
     """All nodes of these kinds, each with its file."""
     return ((name, node) for name, nodes in NODES.items() for node in nodes if type(node) in kinds)
@@ -57,7 +46,7 @@ def stores(node: ast.AST, is_own: bool) -> Iterator[ast.Attribute]:
     """The attributes that the code of a node sets, of ``self`` or of other objects."""
     for each in ast.walk(node):
         is_store = isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
-        if is_store and (dotted(each.value) in ("self", "cls")) is is_own:
+        if is_store and (ast.unparse(each.value) in ("self", "cls")) is is_own:
             yield each
 
 
@@ -84,7 +73,7 @@ def test_attributes_of_the_core_are_set_in_the_file_of_their_class() -> None:
         for name in names:
             files[name].add(file)
     wrong = {
-        f"{file}: {dotted(store)}"
+        f"{file}: {ast.unparse(store)}"
         for file, tree in TREES.items()
         for store in stores(tree, False)
         if store.attr not in records | WRITES_TO_OTHERS
@@ -105,18 +94,18 @@ def test_rooms_do_not_use_private_names_of_other_rooms() -> None:
         if isinstance(node.ctx, ast.Store):
             defined[room(name)].add(node.id)
     wrong = {
-        f"{name}: {dotted(node)}"
+        f"{name}: {ast.unparse(node)}"
         for name, node in every(ast.Attribute)
         if re.match(r"_[^_]", node.attr)
         and name != TORCH
-        and dotted(node.value) not in ("self", "cls", "super()")
+        and ast.unparse(node.value) not in ("self", "cls", "super()")
         and node.attr not in SHARED_PRIVATE | defined[room(name)]
     }
     assert not wrong
 
 
 def test_private_names_of_torch_are_in_one_file() -> None:
-    used = [(name, dotted(node)) for name, node in every(ast.Attribute)]
+    used = [(name, ast.unparse(node)) for name, node in every(ast.Attribute)]
     used += [
         (name, f"{node.module}.{alias.name}")
         for name, node in every(ast.ImportFrom)

@@ -57,8 +57,6 @@ def main() -> int:
     if not data.exists():
         print(f"No data: {_REFRESH}", file=sys.stderr)
         return 2
-    if path.stat().st_mtime > data.stat().st_mtime:
-        print(f"{file} is newer than the data, lines may have moved: {_REFRESH}", file=sys.stderr)
     found = reaching(path, int(line))
     print("\n".join([*found, f"tests that reach {arguments.at}: {len(found)}"]))
     return 0

@@ -28,10 +28,9 @@ REASONS = {
 }
 ALL = inf  # statements of a function
 
-# File, function, the largest number of its statements that no test executes, and the reason.
+# File, functions, the largest number of statements of each that no test executes, and the reason.
 _TABLE = """
-_torch.py put_into_context all engine
-_torch.py _put all engine
+_torch.py put_into_context,_put all engine
 buckets/bucket.py Bucket.check_kind 1 torch checks the same when a gradient is accumulated or set
 buckets/bucket.py Bucket.in_buffer 1 a lazy bucket, when buckets are renewed
 buckets/parameters.py ModuleParameters.verify 1 verify_same raises before it where hashes differ
@@ -40,8 +39,7 @@ buckets/grad_storage/grad_storage.py GradStorage.pack 1 torch raises, for exampl
 comm/grad_bucket.py buffer_of 1 the hook of a lazy bucket: a guard: no way is known to get there
 comm/reduction.py Reduction._launch_nan 4 a failed backward skips a bucket, or a rank ends
 comm/reduction.py Reduction._exchange_rows 7 a connection that breaks among these rows
-compat/stock_ddp.py StockDDPNames.scatter all gpus
-compat/stock_ddp.py StockDDPNames.gather all gpus
+compat/stock_ddp.py StockDDPNames.scatter,StockDDPNames.gather all gpus
 config.py sendable 5 gpu
 config.py process_group_of 1 a build of torch without torch.distributed
 config.py device_ids_of 2 gpu
@@ -50,24 +48,14 @@ coordination/processes.py _scope 2 a system without /proc, as macOS is
 diagnostics/hang.py watch 3 no further thread can be started
 wrapper.py DistributedDataParallel._pre_forward 3 gpu
 features/join.py JoinProtocol._agree 1 disagree
-features/rpc_contexts.py watch.hook all engine
-features/rpc_contexts.py _begin all engine
-features/rpc_contexts.py _arrives all engine
-features/rpc_contexts.py _broke_off all engine
-features/rpc_contexts.py ContextBackward.__init__ all engine
-features/rpc_contexts.py ContextBackward.begin all engine
-features/rpc_contexts.py ContextBackward.end all engine
-features/rpc_contexts.py ContextBackward.drain all engine
-features/rpc_contexts.py ContextBackward._read all engine
-features/rpc_contexts.py ContextBackward._write all engine
-features/rpc_contexts.py ContextBackward._leave all engine
-features/rpc_contexts.py ContextBackward._refuse_unused all engine
+features/rpc_contexts.py watch.hook,_begin,_arrives,_broke_off,ContextBackward.__init__ all engine
+features/rpc_contexts.py ContextBackward.begin,ContextBackward.end,ContextBackward.drain all engine
+features/rpc_contexts.py ContextBackward._read,ContextBackward._write all engine
+features/rpc_contexts.py ContextBackward._leave,ContextBackward._refuse_unused all engine
 integrations/fabric.py <module> 1 lightning
-integrations/fabric.py TritonDDPStrategy all lightning
-integrations/fabric.py TritonDDPStrategy.setup_module all lightning
+integrations/fabric.py TritonDDPStrategy,TritonDDPStrategy.setup_module all lightning
 kernels/flatten.py widen 1 compiled
-kernels/quantized/quantize.py quantize 1 nothing
-kernels/quantized/quantize.py _prepare 1 nothing
+kernels/quantized/quantize.py quantize,_prepare 1 nothing
 kernels/quantized/reduce_parts.py _prepare 1 nothing
 reducer/graph/participation.py accumulating_nodes 1 guard
 reducer/graph/participation.py will_engine_execute 1 any other error of torch, which is raised again
@@ -77,14 +65,14 @@ reducer/reducer.py Reducer.drain 2 disagree
 reducer/reducer.py Reducer.check_pending 1 gpu
 reducer/reducer.py Reducer._reduce_now 1 on_abort, which check_finite has, of a refused request
 reducer/autograd_driver.py AutogradDriver.drain 1 on_abort of a capture, which check_finite has
-reducer/autograd_driver.py AutogradDriver.on_segment_ready 1 guard
-reducer/autograd_driver.py AutogradDriver.on_unusual_order 1 guard
+reducer/autograd_driver.py AutogradDriver.on_segment_ready,AutogradDriver.on_unusual_order 1 guard
 """
 UNREACHED: dict[str, dict[str, tuple[float, str]]] = defaultdict(dict)
 for _line in filter(None, _TABLE.splitlines()):
-    _file, _function, _number, _reason = _line.split(maxsplit=3)
+    _file, _functions, _number, _reason = _line.split(maxsplit=3)
     _most = ALL if _number == "all" else int(_number)
-    UNREACHED[_file][_function.replace("<module>", "")] = _most, REASONS.get(_reason, _reason)
+    for _function in _functions.replace("<module>", "").split(","):
+        UNREACHED[_file][_function] = _most, REASONS.get(_reason, _reason)
 
 
 def missing_of(name: str, numbers: Iterable[int]) -> dict[str, list[int]]:
