@@ -123,17 +123,28 @@ def play(launches: Launches, *outcomes: Outcome, made: int = 0) -> Comparison:
     return comparison
 
 
-ENDS = "The script {} after its last step, step 60, with stock; tritonddp {}."
+ENDS = "In launch 1, the script {} after its last step, step 60, with stock, and {} with tritonddp."
 
 
 @pytest.mark.parametrize(
     ("stock", "ours", "sentence", "last"),
     [
-        ("failed 3", "ended 60", "stock failed after 3 steps. tritonddp does not:", "ValueError"),
+        (
+            "failed 3",
+            "ended 60",
+            "stock failed after 3 steps. tritonddp ended after 60 steps.",
+            "ValueError",
+        ),
         ("hangs 1", "ended 60", "stock hangs after 1 steps, no rank completed a step", "stacks"),
-        ("ended 60", "failed 0", "tritonddp failed after 0 steps. stock does not:", "ValueError"),
+        (
+            "ended 60",
+            "failed 0",
+            "tritonddp failed after 0 steps. stock ended after 60 steps.",
+            "ValueError",
+        ),
         ("failed 60", "failed 60", ENDS.format("failed", "failed"), "ValueError"),
         ("hangs 60", "ended 60", ENDS.format("hangs", "ended"), None),  # it may evaluate
+        ("ended 60", "hangs 60", ENDS.format("ended", "hangs"), None),
         ("ended 2", "ended 2", "no significant difference", None),
     ],
 )
@@ -145,6 +156,12 @@ def test_a_contender_that_fails_alone_is_the_verdict(stock, ours, sentence, last
     assert comparison.has_findings is sentence.startswith("tritonddp failed")
     assert comparison.has_failed is (outcomes[0].how == outcomes[1].how == FAILED)
     assert list(last_words(comparison))[1:] == ([] if last is None else [f"    {last}"])
+
+
+def test_a_hang_at_the_end_of_an_earlier_launch_is_reported(launches: Launches) -> None:
+    play(launches, outcome("hangs 60"), outcome("ended 60"))
+    comparison = play(launches, outcome("ended 60"), outcome("ended 60"))
+    assert next(iter(comparison.sentences)) == ENDS.format("hangs", "ended")
 
 
 def test_a_slow_step_is_not_a_hang(launches: Launches) -> None:

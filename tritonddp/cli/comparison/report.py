@@ -94,11 +94,15 @@ class Comparison:
                 f"{bad} {wrong.how} after {wrong.steps} steps{silent * (wrong.how == SILENT)}. "
                 f"{good} {right.how} after {right.steps} steps."
             )
-        elif self.outcomes is not None and not self.outcomes[0].is_right:
-            yield (
-                f"The script {self.outcomes[0].how} after its last step, step "
-                f"{self.outcomes[0].steps}, with {first}; {second} {self.outcomes[1].how}."
-            )
+        else:
+            for number, played in enumerate(self.launches.pairs, 1):
+                if played.outcomes is not None and not all(of.is_right for of in played.outcomes):
+                    one, other = played.outcomes
+                    yield (
+                        f"In launch {number}, the script {one.how} after its last step, step "
+                        f"{one.steps}, with {first}, and {other.how} with {second}."
+                    )
+                    break
         for finding in self.findings:
             if finding.shared == (False, True):
                 where = finding.title
