@@ -3,10 +3,11 @@
 import operator
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,7 @@ from torch import Tensor
 
 from differential.actions.gradients import ChangeGradients
 from differential.actions.probes import Probe
-from differential.actions.training import (
-    Backward,
-    ReduceGradients,
-    Step,
-    ZeroGrad,
-    clips_to_rounding,
-)
+from differential.actions.training import Backward, Step, ZeroGrad
 from differential.actions.wrapping import WrapAgain
 from differential.in_ranks import (
     ALARM,
@@ -43,7 +38,7 @@ from differential.trace import Entry, Snapshot, Trace, dense
 # More than a batch of these networks gives to a row.
 _TERMS_OF_A_ROW = 64
 # How far sums in another order may be apart after some steps, by dtype.
-_NEAR = {torch.float64: 1e-9, torch.bfloat16: 0.01}
+_NEAR: dict[Any, float] = {torch.float64: 1e-9, torch.bfloat16: 0.01}
 _DIVERGED = 1e12
 
 
@@ -54,11 +49,6 @@ class Difference:
     program: Program
     what: str  # in words
 
-    @property
-    def is_stocks(self) -> bool:
-        """Whether stock DDP itself has failed: a fault of the generator."""
-        return f"seed {self.program.seed}: {STOCK} raised" in self.what
-
     def __str__(self) -> str:
         return f"{self.what}\n{self.program}\nTo play it again: {self.program.command}"
 
@@ -67,7 +57,6 @@ def differences(
     seeds: Sequence[int],
     world_size: int,
     kind: str = "usual",
-    mutation: str | None = None,
     wrapper: str = OURS,
 ) -> Iterator[Difference]:
     """Play programs on ``world_size`` ranks; yield at most one difference for each.
@@ -76,8 +65,7 @@ def differences(
         seeds: of the programs.
         world_size: number of ranks.
         kind: of the programs.
-        mutation: the fault that is planted in tritonddp, if any.
-        wrapper: the class that plays hostile programs, of :data:`in_ranks.WRAPPERS`.
+        wrapper: the class that plays them, of :data:`in_ranks.WRAPPERS`.
     """
     left = list(seeds)
     # A program that hangs may be the last one.
@@ -86,14 +74,13 @@ def differences(
         while left:
             failure = ""
             try:
-                arguments = left, folder, kind, mutation, wrapper
-                run_ranks(play_all, world_size, *arguments, timeout=limit)
+                run_ranks(play_all, world_size, left, folder, kind, wrapper, timeout=limit)
             except pytest.fail.Exception as failed:
                 failure = str(failed)
             while left and (played := _read(Path(folder), left[0], world_size)) is not None:
                 program = program_of(kind, left.pop(0), world_size)
-                judge = _compare_with_stock if program.is_hostile else _compare_all
-                what = next(judge(program, played), None)
+                judges = {"hostile": _compare_with_stock, "sharded": _compare_with_plain}
+                what = next(judges.get(kind, _compare_all)(program, played), None)
                 if what is not None:
                     yield Difference(program, what)
             if failure and left:
@@ -130,9 +117,7 @@ def _compare_all(program: Program, played: Sequence[Played]) -> Iterator[str]:
     yield from Judge(program, OURS).differences([each[OURS] for each in played], end)
     if OTHER in played[0]:
         yield from _compared(program, played, OTHER, OURS)
-    if program.is_sharded:
-        yield from _compare_with_plain(program, played)
-    elif STOCK in played[0]:
+    if STOCK in played[0]:
         is_sparse = "sparse embedding" in program.network.blocks  # rounded in another order
         if program.world_size == 2 and not is_sparse:
             yield from _compared(program, played, OURS, STOCK, _is_equal, end)
@@ -208,25 +193,17 @@ def _sets_ranks_apart(action: Action, *later: Action) -> bool:
 
 
 def _compare_with_plain(program: Program, played: Sequence[Played]) -> Iterator[str]:
-    """Compare with a plain optimizer, bit by bit if promised. Only owners have gradients."""
-    title = PLAIN if PLAIN in played[0] else STOCK
-    if title not in played[0]:
-        return
-    asked = (
-        number
-        for number, action in enumerate(program.actions)
-        if program.world_size > 2 and isinstance(action, ReduceGradients)  # through the group
-    )
-    end = min([*clips_to_rounding(program), *_second_means(program), *asked], default=inf)
-    shared = [
-        {who: [e for e in each[who] if e.kind != "owner"] for who in (OURS, title)}
-        for each in played
-    ]
-    yield from _compared(program, shared, OURS, title, _is_equal_or_elsewhere, end)
+    """Compare a sharded optimizer with the plain one, up to rounding."""
+    yield from _compared(program, played, OURS, PLAIN, _is_near_or_elsewhere)
+    parameters = [[e for e in each[OURS] if e.kind == "parameter"] for each in played]
+    for entries in zip(*parameters, strict=True):
+        if any(entry != entries[0] for entry in entries):
+            yield f"{_where(program, OURS, 0, entries[0])} has other bits than on another rank"
 
 
-def _is_equal_or_elsewhere(mine: Entry, its: Entry) -> bool:
-    return (mine.kind == "gradient" and mine.seen is None) or _is_equal(mine, its)
+def _is_near_or_elsewhere(mine: Entry, its: Entry) -> bool:
+    """Only the owner of a parameter has its gradient."""
+    return (mine.kind == "gradient" and mine.seen is None) or _is_near(mine, its, {})
 
 
 def _is_equal(mine: Entry, its: Entry) -> bool:
@@ -237,17 +214,6 @@ def _is_equal(mine: Entry, its: Entry) -> bool:
     return mine.seen == its.seen or not _difference(mine.seen, value)[0]
 
 
-def _second_means(program: Program) -> Iterator[int]:
-    """The numbers of the backwards that add to a mean."""
-    has_mean = False
-    for number, action in enumerate(program.actions):
-        if isinstance(action, Backward | ReduceGradients):
-            if has_mean:
-                yield number
-            has_mean = isinstance(action, ReduceGradients) or not action.local
-        has_mean = has_mean and not isinstance(action, ZeroGrad)
-
-
 def _is_diverged(entry: Entry) -> bool:
     """Return True for a parameter with NaN or very large numbers."""
     if entry.kind != "parameter" or not isinstance(entry.seen, Snapshot):
@@ -255,8 +221,8 @@ def _is_diverged(entry: Entry) -> bool:
     return not bool((dense(entry.seen.tensor()).abs() < _DIVERGED).all())
 
 
-def _is_near(mine: Entry, its: Entry) -> bool:
-    """Return True if only the rounding of sums in another order differs."""
+def _is_near(mine: Entry, its: Entry, bounds: Mapping[torch.dtype, float] = _NEAR) -> bool:
+    """Return True if only the rounding of sums in another order differs: 1e-5, or the bound."""
     if mine.seen == its.seen:
         return True
     if not isinstance(mine.seen, Snapshot) or not isinstance(its.seen, Snapshot):
@@ -266,7 +232,7 @@ def _is_near(mine: Entry, its: Entry) -> bool:
     a, b = dense(mine.seen.tensor()), dense(its.seen.tensor())
     if not (a.is_floating_point() or a.is_complex()):
         return False
-    bound = _NEAR.get(a.dtype, 1e-5)
+    bound = bounds.get(a.dtype, 1e-5)
     wide = torch.complex128 if a.is_complex() else torch.float64
     return torch.allclose(a.to(wide), b.to(wide), rtol=bound, atol=bound, equal_nan=True)
 
@@ -302,12 +268,6 @@ class Judge:
 
     def _of_action(self, number: int, seen: Sequence[Sequence[Entry]]) -> Iterator[str]:
         program, title, oracle = self._program, self._title, self._oracle
-        owners = [{e.name: e.seen for e in entries if e.kind == "owner"} for entries in seen]
-        if any(each != owners[0] for each in owners):
-            yield f"{title}: the ranks have different owners: {owners}"
-        for name, rank in owners[0].items():
-            oracle.owners[name] = int(rank.tensor()) if isinstance(rank, Snapshot) else -1
-        seen = [[entry for entry in entries if entry.kind != "owner"] for entries in seen]
         is_end = number == len(program.actions)
         expected = oracle.finish() if is_end else oracle.perform(number)
         if title == STOCK:

@@ -29,7 +29,6 @@ import tritonddp
 from differential.actions.gradients import STEPS
 from differential.actions.probes import Probe
 from differential.kinds import program_of
-from differential.mutations import planted
 from differential.named import PROGRAMS
 from differential.networks import Network
 from differential.player import TIMEOUT, Player, networks_of, wrapper_of
@@ -59,21 +58,18 @@ COMMUNICATION_HOOKS: dict[str, Callable[[Any], None]] = {
     "ALLREDUCE": lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
 }
 
-# What hostile and short programs compare with stock DDP. A difference between "stock" and stock DDP
-# is a fault of the generator.
+# What plays a program. A difference of "stock" in a hostile or short program is a fault of the
+# generator.
 WRAPPERS: dict[str, Any] = {
     OURS: DistributedDataParallel,
     "stock": Stock,
-    "in-place": tritonddp.replicate,
     **FAULTS,
 }
 
 groups: dict[Any, Any] = {}  # of the programs, made once; to be cleared with the default one
 
 
-def play_all(
-    seeds: Sequence[int], folder: str, kind: str, mutation: str | None, wrapper: str
-) -> None:
+def play_all(seeds: Sequence[int], folder: str, kind: str, wrapper: str) -> None:
     """Play programs. What this rank saw of each is written to the file ``SEED.RANK`` in a folder.
 
     So the results of earlier programs are not lost if a process dies or hangs.
@@ -82,8 +78,7 @@ def play_all(
         seeds: of the programs.
         folder: an existing folder.
         kind: of the programs.
-        mutation: the fault that is planted in tritonddp, if any.
-        wrapper: the class that plays hostile programs, of :data:`WRAPPERS`.
+        wrapper: the class that plays them, of :data:`WRAPPERS`.
 
     Raises:
         RuntimeError: something was raised; the message says in which program, and where.
@@ -96,14 +91,12 @@ def play_all(
     gc.freeze()  # or each collection would look at all of torch
     log = logging.getLogger("tritonddp")
     log.setLevel(logging.ERROR)  # failed backwards are logged
-    with warnings.catch_warnings(), planted(mutation) if mutation else contextlib.nullcontext():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for seed in seeds:
             program = program_of(kind, seed, dist.get_world_size())
-            if program.is_hostile:
-                played = _play_hostile(program, wrapper)
-            else:
-                played = _play_all_ways(program, mutation is not None)
+            ways = {"hostile": _play_hostile, "sharded": _play_sharded}
+            played = ways.get(kind, _play_all_ways)(program, wrapper)
             path, part = (Path(folder, f"{seed}.{dist.get_rank()}{end}") for end in ("", ".new"))
             part.write_bytes(pickle.dumps(played))
             part.replace(path)
@@ -142,26 +135,34 @@ def play_recorded(seeds: Sequence[int], per_host: int = 0) -> None:
             raise RuntimeError(f"seed {seed}, {RECORDED}: {recorder.report()[:4000]}")
 
 
-def _play_all_ways(program: Program, is_mutated: bool) -> Played:
+def _play_all_ways(program: Program, wrapper: str) -> Played:
     first, second = _transports(program)
-    wrap = partial(DistributedDataParallel, transport=first)
-    plain, has_plain = replace(program, kind="usual"), program.stock is None
-    if program.world_size > 2:  # gloo adds three numbers in another order
-        has_plain = first == "auto"
+    wrap = partial(WRAPPERS[wrapper], transport=first)
     played = {}
     with configured(program.seed, program.thresholds):
         played[OURS] = play(program, OURS, wrap, program.options)
-        if not is_mutated:
+        if wrapper == OURS:
             title, cls = IN_PLACE, tritonddp.replicate
             if program.named:  # its steps use the wrapper
                 title, cls = OTHER, DistributedDataParallel
             played[title] = play(program, title, partial(cls, transport=second), program.options)
-        if program.is_sharded and has_plain:
-            played[PLAIN] = play(plain, PLAIN, wrap, program.options)
-    has_stock = program.stock is not None and _STOCK_DEFINES
-    if has_stock and not (program.is_sharded and program.world_size > 2):
-        played[STOCK] = play(plain, STOCK, Stock, program.stock)
+    if program.stock is not None and _STOCK_DEFINES:
+        played[STOCK] = play(program, STOCK, Stock, program.stock)
     return played
+
+
+def _play_sharded(program: Program, wrapper: str) -> Played:
+    """With a sharded and with a plain optimizer, both of a wrapper or both in place."""
+    transport, _ = _transports(program)
+    cls, plain_cls = WRAPPERS[wrapper], DistributedDataParallel
+    if wrapper == OURS and program.seed % 3 == 0:
+        cls = plain_cls = tritonddp.replicate
+    plain = replace(program, kind="usual")
+    with configured(program.seed, program.thresholds):
+        return {
+            OURS: play(program, OURS, partial(cls, transport=transport), program.options),
+            PLAIN: play(plain, PLAIN, partial(plain_cls, transport=transport), program.options),
+        }
 
 
 def _play_hostile(program: Program, wrapper: str) -> Played:
@@ -173,7 +174,7 @@ def _play_hostile(program: Program, wrapper: str) -> Played:
         logged(logging.WARNING) as log,
     ):
         played[OURS] = play(program, wrapper, WRAPPERS[wrapper], program.options)
-    alarm = _false_alarm(program, log, wrapper in (OURS, "in-place"))
+    alarm = _false_alarm(program, log, wrapper == OURS)
     return played | ({ALARM: [Entry(0, "value", "said", alarm)]} if alarm else {})
 
 
@@ -188,20 +189,6 @@ def _false_alarm(program: Program, log: Kept, is_ours: bool) -> str:
     unreduced = log.lines("unreduced")
     leaves = any(isinstance(each, Probe) and each.end == "left" for each in program.actions)
     return f"without reason: {unreduced}" if unreduced and not leaves else ""
-
-
-def is_of(wrapper: str, program: Program) -> bool:
-    """Return True if ``wrapper`` and stock DDP must give the same result.
-
-    In place there is no second wrapper, no backward that bypasses the wrapper, and buffers are sent
-    at another time. A part of two modules is reduced with both, no matter which is in ``no_sync``.
-    """
-    if wrapper != "in-place" or not program.is_hostile:
-        return True
-    keeps_buffers = program.options.broadcast_buffers is False
-    has_others = {*program.roots} & {"backwards", "wrappers"}
-    is_shared = program.wrappers == "shared encoder"
-    return not is_shared and not has_others and (keeps_buffers or not program.network.has_buffers)
 
 
 def _transports(program: Program) -> list[str]:

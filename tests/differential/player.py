@@ -49,8 +49,6 @@ class Player:
     Attributes:
         wrapped: the wrappers in use, by title; ``"main"`` is the wrapper of the first network. If
             the networks are replicated in place, these are the networks.
-        wrapper: the wrapper of tritonddp of ``"main"``; ``None`` for other classes, and in programs
-            that do not use the package's API.
         optimizer: of all networks.
         outputs: outputs whose backward has not run, by slot.
         old_wrappers: wrappers that the user still holds.
@@ -79,7 +77,6 @@ class Player:
         self._wrap, self._groups = wrap, {} if groups is None else groups
         self._add_hooks(before=True)
         self._wrap_all()
-        self.wrapper = None if program.is_hostile else wrapper_of(self.net)
         self.optimizer = self._make_optimizer()
         self._add_hooks(before=False)
 
@@ -163,25 +160,15 @@ class Player:
         params = [param for param in params if param not in left_out]
         if program.groups == "two":
             params = [{"params": of_heads, "lr": options["lr"] / 2}, {"params": params}]
-        if not program.is_sharded or self.wrapper is None:
-            return kind(params, **options)
-        self.optimizer = ZeroRedundancyOptimizer(params, kind, **options)
-        self._see_owners()
-        return self.optimizer
+        if program.is_sharded:
+            return ZeroRedundancyOptimizer(params, kind, **options)
+        return kind(params, **options)
 
     def add_group(self, params: list[Tensor]) -> None:
         """Add a group to the optimizer."""
         if params:
             self.optimizer.add_param_group({"params": [*params]})
             params.clear()
-            self._see_owners()
-
-    def _see_owners(self) -> None:
-        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            owners = self.optimizer._owners
-            for name, param in self.named("parameters"):
-                if param in owners:
-                    self.see(name, torch.tensor(owners[param]), "owner")
 
     # What is seen
 

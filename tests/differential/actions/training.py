@@ -12,7 +12,7 @@ from oracle import Alone
 from torch import Tensor, nn
 
 from differential.networks import BLOCKS
-from differential.program import Action, Program
+from differential.program import Action
 
 if TYPE_CHECKING:
     from differential.player import Player
@@ -187,10 +187,7 @@ class Clip(Action):
             nn.utils.clip_grad_value_(player.net.parameters(), 0.1)
             return
         norm = nn.utils.clip_grad_norm_(player.net.parameters(), 0.5)
-        if player.number in clips_to_rounding(player.program):
-            norm = norm.double()
-            player.see_gradients()
-        player.see("norm of the gradients", norm)
+        player.see("norm of the gradients", norm.float())
 
 
 class Step(Action):
@@ -245,18 +242,6 @@ class Convert(Action):
             block.to(torch.float64).to(torch.float32)
         if self.by == "overwrite":
             _step_with_others(player, gone)
-
-
-def clips_to_rounding(program: Program) -> list[int]:
-    """Numbers of the clips whose norm is torch's only up to rounding.
-
-    A sharded optimizer adds in the order of its groups, torch dtype by dtype.
-    """
-    has_groups = program.groups != "all" or any(isinstance(a, Replace) for a in program.actions)
-    has_dtypes = any(" in " in kind or kind == "complex" for kind in program.network.blocks)
-    if not (program.is_sharded and (has_groups or has_dtypes)):
-        return []
-    return [number for number, action in enumerate(program.actions) if action == Clip("norm")]
 
 
 def _resolve_conjugates(player: Player) -> None:
