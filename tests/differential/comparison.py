@@ -211,7 +211,7 @@ def _is_equal(mine: Entry, its: Entry) -> bool:
     if not isinstance(mine.seen, Snapshot) or not isinstance(its.seen, Snapshot):
         return mine.seen == its.seen
     value = Expected(its.place, its.seen.tensor(), None, its.seen.strides)
-    return mine.seen == its.seen or not _difference(mine.seen, value)[0]
+    return mine.seen == its.seen or not _difference(mine.seen, value)
 
 
 def _is_diverged(entry: Entry) -> bool:
@@ -243,21 +243,12 @@ class Judge:
     Args:
         program: what is played.
         title: of the way in which it was played.
-
-    Attributes:
-        farthest: the largest distance from a tensor of the oracle, as a share of the bound.
     """
 
     def __init__(self, program: Program, title: str) -> None:
         self._program, self._title = program, title
         self._oracle = Oracle(program, in_place=title == IN_PLACE)
         self._next = 0  # action that was not judged yet
-        self.farthest = 0.0
-
-    def drop_outputs(self) -> None:
-        """Free outputs whose backward never runs, and their graphs."""
-        for player in self._oracle.players:
-            player.outputs.clear()
 
     def differences(self, traces: Sequence[Trace], end: int) -> Iterator[str]:
         """In words, of the actions before ``end``; the oracle starts each from what ranks had."""
@@ -278,9 +269,7 @@ class Judge:
                 yield f"{title}, rank {rank} saw {places}, but not {[e.place for e in wanted]}"
                 return
             for entry, each in zip(entries, wanted, strict=True):
-                found, distance = _difference(entry.seen, each)
-                self.farthest = max(self.farthest, distance)
-                if found:
+                if found := _difference(entry.seen, each):
                     yield f"{_where(program, title, rank, entry)} {found}"
         pairs = [list(zip(*both, strict=True)) for both in zip(seen, expected, strict=True)]
         for of_ranks in zip(*filter(None, pairs), strict=True):
@@ -308,41 +297,41 @@ def _among_ranks(
         yield f"{_where(program, title, 0, seen[0])} has other bits than on another rank"
 
 
-def _difference(seen: Snapshot | None, expected: Expected) -> tuple[str, float]:
-    """The difference in words, or ``""``; and the distance as a share of the bound."""
+def _difference(seen: Snapshot | None, expected: Expected) -> str:
+    """The difference in words, or ``""``."""
     value = expected.value
     if value is None or seen is None:
         if value is seen is None:
-            return "", 0.0
-        return f"is {_shown(seen)}, but should be {_shown(value)}", inf
+            return ""
+        return f"is {_shown(seen)}, but should be {_shown(value)}"
     if (seen.dtype, seen.shape) != (value.dtype, tuple(value.shape)):
         kind = f"{value.dtype} {tuple(value.shape)}"
-        return f"is {seen.dtype} {seen.shape}, but should be {kind}", inf
+        return f"is {seen.dtype} {seen.shape}, but should be {kind}"
     if (seen.strides is None) != value.is_sparse:
-        return f"should {'' if value.is_sparse else 'not '}be sparse", inf
+        return f"should {'' if value.is_sparse else 'not '}be sparse"
     if expected.strides is not None and _order(seen.shape, seen.strides) != _order(
         seen.shape, expected.strides
     ):
-        return f"has strides {seen.strides}, but should have {expected.strides}", inf
+        return f"has strides {seen.strides}, but should have {expected.strides}"
     bound = expected.bound
     if value.is_sparse:
         bound = _loosened_for_rows(value, bound)
     tensor, value = dense(seen.tensor()), dense(value)
     same = _same(tensor, value)
     if bool(same.all()):
-        return "", 0.0
+        return ""
     if bound is None:
-        return f"is\n{_shown(tensor)}\nbut should be exactly\n{_shown(value)}\n", inf
+        return f"is\n{_shown(tensor)}\nbut should be exactly\n{_shown(value)}\n"
     wide = torch.complex128 if value.is_complex() else torch.float64
     # What may overflow has no bound.
     distance = (tensor.to(wide) - value.to(wide)).abs().masked_fill(same | bound.isposinf(), 0.0)
-    share = float((distance / bound).nan_to_num(0.0).max())
     if bool((distance <= bound).all()):  # never of NaN
-        return "", share
+        return ""
+    share = float((distance / bound).nan_to_num(0.0).max())
     return (
         f"is\n{_shown(tensor)}\nbut should be\n{_shown(value)}\nand is {share:.3g} times as far "
         "from it as rounding may bring it\n"
-    ), inf
+    )
 
 
 def _loosened_for_rows(value: Tensor, bound: Tensor | None) -> Tensor:

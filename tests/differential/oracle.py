@@ -123,11 +123,6 @@ class Oracle:
             for rank in range(self._program.world_size)
         ]
 
-    @property
-    def players(self) -> list[Player]:
-        """The players of all ranks."""
-        return self._everyone
-
     def finish(self) -> list[list[Expected]]:
         """The end: ``join()`` gives all ranks the model of a rank that left last."""
         for player in self._everyone:

@@ -11,7 +11,6 @@ from differential.actions.training import (
     Forward,
     ReduceGradients,
     Replace,
-    Require,
     Step,
     ZeroGrad,
 )
@@ -20,12 +19,11 @@ from differential.program import Action, Program
 
 # Refused; and rounded so coarsely that a sum in another order changes much.
 _LEFT_OUT = ("sparse embedding", "linear in bf16")
-_LONG = 30  # steps
 
 
-def draw(seed: int, world_size: int, steps: int = 0) -> Program:
+def draw(seed: int, world_size: int) -> Program:
     """The usual program with a sharded optimizer, which may have groups, or some parameters."""
-    program, chance = usual.draw(seed, world_size, steps), random.Random(f"{seed} {world_size}")
+    program, chance = usual.draw(seed, world_size), random.Random(f"{seed} {world_size}")
     blocks = tuple("linear" if each in _LEFT_OUT else each for each in program.network.blocks)
     program = replace(
         program,
@@ -55,12 +53,8 @@ def _actions(program: Program, chance: random.Random) -> Iterator[Action]:
             yield ZeroGrad(True, False)  # else the next reduction is an error
         elif isinstance(action, Backward | ReduceGradients):
             has_means |= not getattr(action, "local", False)
-        if isinstance(action, Replace):
-            # The optimizer keeps replaced parameters: in a long program this looks like a leak.
-            if program.actions.count(Step()) >= _LONG:
-                action = Require(action.block, True)  # as a new one is trained
-            elif action.kind in _LEFT_OUT:
-                action = replace(action, kind="linear")
+        if isinstance(action, Replace) and action.kind in _LEFT_OUT:
+            action = replace(action, kind="linear")
         elif isinstance(action, Forward):
             action = replace(action, autocast=False)
         if isinstance(action, Convert) and action.by == "overwrite":

@@ -61,8 +61,7 @@ class _Generator(Chance):
         fixed = self._communication_hook or self._delays or self._is_strict
         # In join() stock gives unused parameters a gradient of zeros, and never a sparse one.
         fixed = fixed or (for_stock and (self._skips or self._is_sparse)) or options.static_graph
-        # Traces inside join() are kept to the end.
-        self._joins = not fixed and self._chance(0.15) and steps <= 30
+        self._joins = not fixed and self._chance(0.15)
         self._hooks = self._draw_hooks()
         if steps:
             self._options = replace(options, **self._draw_long_options())
