@@ -17,7 +17,6 @@ from torch import Tensor
 from differential.actions.gradients import ChangeGradients
 from differential.actions.probes import Probe
 from differential.actions.training import Backward, Step, ZeroGrad
-from differential.actions.wrapping import WrapAgain
 from differential.in_ranks import (
     ALARM,
     IN_PLACE,
@@ -29,7 +28,6 @@ from differential.in_ranks import (
     play_all,
 )
 from differential.kinds import program_of
-from differential.named import PROGRAMS
 from differential.oracle import Expected, Oracle
 from differential.player import TIMEOUT
 from differential.program import Action, Program
@@ -101,11 +99,6 @@ def _read(folder: Path, seed: int, world_size: int) -> list[Played] | None:
 def _compare_all(program: Program, played: Sequence[Played]) -> Iterator[str]:
     """Compare with the oracle, with stock DDP, and between the ways of tritonddp."""
     end = len(program.actions) + 1
-    if program.named and PROGRAMS[program.named].stock is None:
-        for title in (OURS, OTHER):
-            is_same = operator.eq if program.world_size == 2 else _is_near
-            yield from _compared(program, played, title, STOCK, is_same)
-        return
     if IN_PLACE in played[0]:
         has_buffers = any(entry.kind == "buffer" for entry in played[0][IN_PLACE])
         # In place buffers are sent to the other ranks at another time.
@@ -187,9 +180,8 @@ def _sets_ranks_apart(action: Action, *later: Action) -> bool:
         # A reduced backward averages what is left, too.
         then = (each for each in later if isinstance(each, Step | Backward | ZeroGrad))
         return isinstance(next(then, None), Step)
-    is_alone = isinstance(action, WrapAgain) and action.alone
     takes_back = isinstance(action, Probe) and action.end.startswith("stepped")
-    return isinstance(action, ChangeGradients) or is_alone or takes_back
+    return isinstance(action, ChangeGradients) or takes_back
 
 
 def _compare_with_plain(program: Program, played: Sequence[Played]) -> Iterator[str]:

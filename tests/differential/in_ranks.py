@@ -29,7 +29,6 @@ import tritonddp
 from differential.actions.gradients import STEPS
 from differential.actions.probes import Probe
 from differential.kinds import program_of
-from differential.named import PROGRAMS
 from differential.networks import Network
 from differential.player import TIMEOUT, Player, networks_of, wrapper_of
 from differential.program import Options, Program
@@ -66,8 +65,6 @@ WRAPPERS: dict[str, Any] = {
     **FAULTS,
 }
 
-groups: dict[Any, Any] = {}  # of the programs, made once; to be cleared with the default one
-
 
 def play_all(seeds: Sequence[int], folder: str, kind: str, wrapper: str) -> None:
     """Play programs. What this rank saw of each is written to the file ``SEED.RANK`` in a folder.
@@ -86,7 +83,6 @@ def play_all(seeds: Sequence[int], folder: str, kind: str, wrapper: str) -> None
     dist.barrier()  # one rank may have taken seconds to import all this
     if kind == "hostile":  # a program that differs may hang
         give_up_after(TIMEOUT, dist.group.WORLD)
-    groups.clear()
     gc.collect()
     gc.freeze()  # or each collection would look at all of torch
     log = logging.getLogger("tritonddp")
@@ -115,7 +111,6 @@ def play_recorded(seeds: Sequence[int], per_host: int = 0) -> None:
     """
     from recording.device import recording  # and Triton, which no other program needs
 
-    groups.clear()
     logging.getLogger("tritonddp").setLevel(logging.ERROR)
     gc.freeze()  # torch and Triton: each recording collects
     for seed in seeds:
@@ -182,9 +177,7 @@ def _false_alarm(program: Program, log: Kept, is_ours: bool) -> str:
     """A warning without a reason, or the reason of a missing warning."""
     steps = any(hook == STEPS for _, hook, _ in program.hooks)
     logged_steps = log.lines("hooked_steps")
-    # With a group of one rank there is nothing to warn of.
-    is_wrong = bool(logged_steps) != steps and (logged_steps or is_ours)
-    if is_wrong and program.wrappers != "local and global":
+    if bool(logged_steps) != steps and (logged_steps or is_ours):
         return f"an optimizer in a hook, {steps}: the log says {logged_steps}"
     unreduced = log.lines("unreduced")
     leaves = any(isinstance(each, Probe) and each.end == "left" for each in program.actions)
@@ -215,14 +208,13 @@ def play(
     gc.disable()
     try:
 
-        def wrapped(network: Network, **more: Any) -> nn.Module:
-            options_of_it = arguments_of(options) | _delayed(program, network) | more
-            net = wrap(network, **options_of_it)
+        def wrapped(network: Network) -> nn.Module:
+            net = wrap(network, **arguments_of(options), **_delayed(program, network))
             if program.communication_hook:
                 COMMUNICATION_HOOKS[program.communication_hook](wrapper_of(net) or net)
             return net
 
-        player = Player(program, rank, networks_of(program, rank), wrapped, groups)
+        player = Player(program, rank, networks_of(program, rank), wrapped)
         counts = program.counts or (len(program.actions),) * program.world_size
         with _joining(program, player):
             for number in range(counts[rank]):
@@ -233,7 +225,6 @@ def play(
         player.finish()
         after(player, len(program.actions))
         makes_cycles = any(getattr(each, "in_a_cycle", False) for each in program.actions)
-        makes_cycles |= bool(program.named) and PROGRAMS[program.named].makes_cycles
         if not (makes_cycles or title == STOCK):
             _check_cycles()
     except Exception as error:

@@ -338,9 +338,7 @@ def build(program: Program, rank: int) -> list[Network]:
     is_same = not program.is_hostile and False in (options.init_sync, options.broadcast_buffers)
     torch.default_generator.manual_seed(program.seed * 10 + (0 if is_same else rank))
     spec, networks = program.network, [Network(program.network)]
-    if program.wrappers == "two groups":
-        networks.append(Network(spec))
-    elif program.wrappers == "shared encoder":
+    if program.has_critic:
         networks.append(Network(spec, networks[0].blocks["b0"]))
     if program.is_hostile and program.world_size > 2:
         # In fp64 the rounding of sums in another order is far below the tolerance.

@@ -25,7 +25,7 @@ from torch import nn
 
 from differential.actions.training import Step
 from differential.comparison import Judge
-from differential.in_ranks import OURS, configured, groups, play
+from differential.in_ranks import OURS, configured, play
 from differential.kinds import usual
 from differential.player import Player
 from differential.program import Program
@@ -125,7 +125,6 @@ def soak(seed: int, steps: int) -> list[str]:
     """
     logging.getLogger("tritonddp").setLevel(logging.ERROR)  # backwards fail on purpose
     # Make first what any program makes only once.
-    groups.clear()
     ddp = DistributedDataParallel(nn.Linear(64, 64), compression="int8")
     ddp(torch.ones(1, 64)).sum().backward()
     del ddp

@@ -65,21 +65,6 @@ class Forward(Action):
         player.see_buffers()
 
 
-class ForwardsInAnyOrder(Action):
-    """Each rank runs both of its wrappers on one batch, in its own order."""
-
-    orders: tuple[tuple[int, int], ...]  # for each rank, of its two wrappers
-
-    def perform(self, player: Player) -> None:
-        wrappers = list(player.wrapped.values())
-        x = player.batch().requires_grad_()
-        for number in self.orders[player.rank]:
-            results = player.network.results(wrappers[number](x))
-            player.outputs[number] = Output(x, results)
-        for number in sorted(player.outputs):
-            player.see(f"output {number}", player.outputs[number].results[0])
-
-
 class Backward(Action):
     """The backward of the sum of the losses of some outputs."""
 
@@ -195,9 +180,8 @@ class Step(Action):
 
     def perform(self, player: Player) -> None:
         _resolve_conjugates(player)
-        player.add_group(player.added)
+        player.add_group()
         player.optimizer.step()
-        player.add_group(player.later)
         player.see_model()
 
 
@@ -221,7 +205,7 @@ class Replace(Action):
         gone = {*player.network.blocks[self.block].parameters()}
         torch.default_generator.manual_seed(player.program.seed + player.number)
         player.network.blocks[self.block] = BLOCKS[self.kind]()
-        if player.program.groups:  # the wrapper has them from the next reduction on
+        if player.program.adds_groups:  # the wrapper has them from the next reduction on
             kept = [param for param in player.added if param not in gone]
             player.added = [*kept, *player.network.blocks[self.block].parameters()]
         else:

@@ -22,7 +22,7 @@ _LEFT_OUT = ("sparse embedding", "linear in bf16")
 
 
 def draw(seed: int, world_size: int) -> Program:
-    """The usual program with a sharded optimizer, which may have groups, or some parameters."""
+    """The usual program with a sharded optimizer."""
     program, chance = usual.draw(seed, world_size), random.Random(f"{seed} {world_size}")
     blocks = tuple("linear" if each in _LEFT_OUT else each for each in program.network.blocks)
     program = replace(
@@ -35,7 +35,7 @@ def draw(seed: int, world_size: int) -> Program:
         hooks=tuple((block, TENSOR, False) for block, _, _ in program.hooks),
         counts=None,
         over_present=False,
-        groups=chance.choice(["all", "all", "two", "some", "later"]),
+        adds_groups=True,
     )
     return replace(program, actions=tuple(_actions(program, chance)))
 
