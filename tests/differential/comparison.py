@@ -180,8 +180,7 @@ def _sets_ranks_apart(action: Action, *later: Action) -> bool:
         # A reduced backward averages what is left, too.
         then = (each for each in later if isinstance(each, Step | Backward | ZeroGrad))
         return isinstance(next(then, None), Step)
-    takes_back = isinstance(action, Probe) and action.end.startswith("stepped")
-    return isinstance(action, ChangeGradients) or takes_back
+    return isinstance(action, ChangeGradients)
 
 
 def _compare_with_plain(program: Program, played: Sequence[Played]) -> Iterator[str]:

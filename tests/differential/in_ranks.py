@@ -49,7 +49,7 @@ PLAIN = "tritonddp with a plain optimizer"
 IN_PLACE = "tritonddp in place"
 
 # Of torch 2.13 or newer. Older ones lack options, and fail where two forwards see one buffer.
-_STOCK_DEFINES = "forward_sync_buffers" in inspect.signature(Stock.__init__).parameters
+STOCK_DEFINES = "forward_sync_buffers" in inspect.signature(Stock.__init__).parameters
 
 COMMUNICATION_HOOKS: dict[str, Callable[[Any], None]] = {
     "allreduce_hook": lambda ddp: ddp.register_comm_hook(None, default_hooks.allreduce_hook),
@@ -141,7 +141,7 @@ def _play_all_ways(program: Program, wrapper: str) -> Played:
             if program.named:  # its steps use the wrapper
                 title, cls = OTHER, DistributedDataParallel
             played[title] = play(program, title, partial(cls, transport=second), program.options)
-    if program.stock is not None and _STOCK_DEFINES:
+    if program.stock is not None and STOCK_DEFINES:
         played[STOCK] = play(program, STOCK, Stock, program.stock)
     return played
 

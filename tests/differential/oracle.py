@@ -32,10 +32,6 @@ _ROUNDINGS_OF_WEIGHTED = 16
 # How far the gradients of a step of a named program may be from the mean, by the largest one:
 # a step may reduce several times.
 _NAMED = 1e-12
-# How far quantized gradients may be from the mean, by the largest of the network until then: what
-# error feedback still owes may be of any gradient before.
-_QUANTIZED = 0.03
-_SMALLEST_QUANTIZED = 1024  # elements of a parameter
 
 
 @dataclass(frozen=True)
@@ -75,8 +71,6 @@ class Oracle:
         self._used: list[set[Tensor]] = [set() for _ in self._players]
         # The bounds of the gradients that the last action has reduced.
         self._bounds: dict[str, Tensor | None] = {}
-        self._wire = getattr(torch, program.options.reduce_dtype or "float64")
-        self._largest = 0.0  # gradient so far, if gradients are quantized
 
     def perform(self, number: int) -> list[list[Expected]]:
         """What each rank must see of action ``number``: an empty list for a rank without inputs.
@@ -194,20 +188,12 @@ class Oracle:
             if not (any(is_used) or _is_weighted(params, windows)):
                 continue
             over = len(params) if self._program.over_present else self._program.world_size
-            mean, bound = _mean(params, windows, over, self._wire)
+            mean, bound = _mean(params, windows, over)
             # On two ranks it is exact: halves are exact, and a sum of two is rounded once.
-            exact = (
-                self._program.world_size == 2
-                and not self._program.options.reduce_dtype
-                and not is_weighted
-            )
+            exact = self._program.world_size == 2 and not is_weighted
             self._bounds[name] = None if exact else bound
             if self._program.named:
                 self._bounds[name] = _NAMED * mean.abs().max().clamp(min=1.0).expand_as(mean)
-            if self._program.options.compression:
-                self._largest = max(self._largest, float(mean.abs().max()) if mean.numel() else 0.0)
-                if mean.numel() >= _SMALLEST_QUANTIZED:
-                    self._bounds[name] = torch.full(mean.shape, _QUANTIZED * self._largest)
             grads = [param.grad for param in params]
             grads += [each.sums.get(p) for w in windows for p, each in zip(params, w, strict=True)]
             if any(grad is not None and grad.is_sparse for grad in grads):
@@ -262,7 +248,7 @@ def contract_strides(param: Tensor) -> tuple[int, ...]:
 
 
 def _mean(
-    params: Sequence[Tensor], windows: Sequence[Sequence[Window]], size: int, wire: torch.dtype
+    params: Sequence[Tensor], windows: Sequence[Sequence[Window]], size: int
 ) -> tuple[Tensor, Tensor]:
     """The mean of the gradients of one parameter, and a bound of the error of each element.
 
@@ -270,18 +256,17 @@ def _mean(
         params: the parameter on each rank that has inputs.
         windows: weighted backwards, each on each rank.
         size: what the sum is divided by where there are no weights.
-        wire: the dtype in which gradients are sent.
     """
     is_weighted = any(window.sums for each in windows for window in each)
     terms = list(map(dense, terms_of_mean(params, windows if is_weighted else [], size)))
     bound = torch.stack([term.abs() for term in terms]).sum(0)
     if is_weighted and bound.numel():
         bound = bound.max().expand_as(bound)  # the sums of a window have rounded too
-    infos = torch.finfo(params[0].dtype), torch.finfo(wire)
+    info = torch.finfo(params[0].dtype)
     roundings = _ROUNDINGS_OF_WEIGHTED if is_weighted else _ROUNDINGS
-    bound = bound * roundings * max(info.eps for info in infos)
+    bound = bound * roundings * info.eps
     mean = torch.stack(terms).sum(0).to(params[0].dtype)
-    return mean, bound + max(info.tiny for info in infos)
+    return mean, bound + info.tiny
 
 
 def _is_weighted(params: Sequence[Tensor], windows: Sequence[Sequence[Window]]) -> bool:

@@ -102,12 +102,6 @@ class Options(Described):
             return self.forward_sync_buffers
         return self.broadcast_buffers is not False
 
-    @property
-    def syncs_first_buffers(self) -> bool:
-        """Whether wrapping does."""
-        is_kept = self.forward_sync_buffers is None and self.broadcast_buffers is False
-        return self.init_sync is not False and not is_kept
-
 
 @dataclass(frozen=True)
 class Program(Described):

@@ -1,8 +1,9 @@
-"""Training: forwards, backwards, steps, and changes of the network between them."""
+"""Training: forwards, backwards, steps, and changes of the network or its wrapper between them."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -226,6 +227,30 @@ class Convert(Action):
             block.to(torch.float64).to(torch.float32)
         if self.by == "overwrite":
             _step_with_others(player, gone)
+
+
+class WrapAgain(Action):
+    """The module is wrapped again; some ranks still hold the old wrapper."""
+
+    held_by: tuple[int, ...]
+    in_a_cycle: bool = False  # whether the old one is in a reference cycle
+
+    def perform(self, player: Player) -> None:
+        old = player.wrapped.pop("main")
+        if self.in_a_cycle:
+            old.__dict__["trainer"] = [old]
+        if player.rank in self.held_by:
+            player.old_wrappers.append(old)
+        del old
+        player.wrapped["main"] = player.wrap(player.network)
+
+
+class Release(Action):
+    """Old wrappers are released."""
+
+    def perform(self, player: Player) -> None:
+        player.old_wrappers.clear()
+        gc.collect()
 
 
 def _resolve_conjugates(player: Player) -> None:

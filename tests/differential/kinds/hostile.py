@@ -6,17 +6,17 @@ Stock DDP is the judge: each rank must see the same, bit by bit on two ranks.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from differential.actions import buffers, gradients, probes, training, wrapping
+from differential.actions import buffers, gradients, probes, training
 from differential.actions.training import Backward, Forward, Step, ZeroGrad
 from differential.kinds.chance import Chance
-from differential.networks import AFTER_BRANCHES, BUFFERS, COLLECTIVE, UNSEEN, WAYS
+from differential.networks import AFTER_BRANCHES, BUFFERS, UNSEEN, WAYS
 from differential.program import Action, NetworkSpec, Options, Program
 
 ROOTS = ("backwards", "buffers", "gradients", "wrappers", "critic", "collectives")
 # Roots whose actions some ranks perform alone, or in another order.
 _ALONE = {"backwards", "buffers", "critic"}
 # Their gradients are of all sizes, and are stored like their parameters.
-_BLOCKS = ["linear", "linear", "wide", "stacked", "normed", "embedding"]
+_BLOCKS = ["linear", "linear", "wide", "normed", "embedding"]
 
 
 def draw(seed: int, world_size: int) -> Program:
@@ -71,9 +71,7 @@ class _Generator(Chance):
     def _draw_network(self) -> NetworkSpec:
         blocks = ["linear", *self._random.choices(_BLOCKS, k=self._random.randint(0, 3))]
         if self._collects:
-            has_branches = self._chance(0.7)
-            kind = AFTER_BRANCHES if has_branches else COLLECTIVE
-            blocks = ["linear", *[kind] * self._random.randint(1, 3)]
+            blocks = ["linear", *[AFTER_BRANCHES] * self._random.randint(1, 3)]
         if "buffers" not in self._roots and self._chance(0.6):
             return NetworkSpec(tuple(blocks))
         if self._chance(0.4) and not self._collects:
@@ -84,7 +82,7 @@ class _Generator(Chance):
     def _draw_options(self) -> Options:
         finds = self._maybe(0.4, False)
         cap = self._maybe(0.5, self._one_of([1e-4, 1e-3, 0.02]))
-        if self._network.blocks[-1] == AFTER_BRANCHES:
+        if self._collects:
             # A bucket has the three layers between two collectives: stock sends it at the same
             # place for each choice of branches.
             finds = True
@@ -233,7 +231,7 @@ class _Generator(Chance):
         if moment != "before" or self._has_critic:
             return []
         if self._chance(0.3):
-            return [wrapping.Release()]
+            return [training.Release()]
         # Views of an old wrapper that is still held belong to that wrapper.
         held = () if self._views else self._some_ranks(may_be_none=True)
-        return [wrapping.WrapAgain(held, in_a_cycle=self._chance(0.4))]
+        return [training.WrapAgain(held, in_a_cycle=self._chance(0.4))]

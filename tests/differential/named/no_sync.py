@@ -90,23 +90,16 @@ def accelerate_triggers_the_synchronization(net: Net, rank: int, step: int) -> N
     net.require_backward_grad_sync, net.require_forward_param_sync = before
 
 
-def forward_inside(net: Net) -> Tensor:
-    with net.no_sync():
-        return net(batch(), "abcdef").square().sum()
-
-
-def prepare(net: Net) -> None:
-    if isinstance(net, nn.parallel.DistributedDataParallel):
-        net.reducer.prepare_for_backward([])
-
-
 @program(RIGHT, TWICE, reductions=2)
 def prepared_inside_a_window(net: Net, rank: int, step: int) -> None:
     """As sentence-transformers' GradCache does; the next microbatch is local again."""
-    forward_inside(net).backward()
-    with net.no_sync():
-        loss = net(batch(), "abcdef").square().sum()
-        prepare(net)
-        loss.backward()
-    forward_inside(net).backward()
+    for microbatch in range(3):
+        with net.no_sync():
+            loss = net(batch(), "abcdef").square().sum()
+            if microbatch == 1:
+                if isinstance(net, nn.parallel.DistributedDataParallel):
+                    net.reducer.prepare_for_backward([])
+                loss.backward()
+        if microbatch != 1:
+            loss.backward()
     net(batch(), "abcdef").square().sum().backward()
