@@ -10,10 +10,9 @@ in_ranks.py    a rank process: plays programs and returns what it saw
 trace.py       what a rank saw
 oracle.py      what all ranks must see, computed in one process without communication
 comparison.py  compares a program with the oracle, with stock DDP, and between the ranks
-mutations.py   planted faults, which the comparison must find
-wrappers.py    stock DDP with a fault, which hostile and short programs must find
+wrappers.py    wrappers with a fault, which programs must find
 soak.py        long programs, and whether memory and files grow
 short          all programs of a few events, as words
-calls          public calls with arbitrary arguments
+test_calls.py  public calls with arbitrary arguments
 run.py         the command
 """

@@ -3,10 +3,11 @@
 import operator
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +16,7 @@ from torch import Tensor
 
 from differential.actions.gradients import ChangeGradients
 from differential.actions.probes import Probe
-from differential.actions.training import (
-    Backward,
-    ReduceGradients,
-    Step,
-    ZeroGrad,
-    clips_to_rounding,
-)
-from differential.actions.wrapping import WrapAgain
+from differential.actions.training import Backward, Step, ZeroGrad
 from differential.in_ranks import (
     ALARM,
     IN_PLACE,
@@ -34,7 +28,6 @@ from differential.in_ranks import (
     play_all,
 )
 from differential.kinds import program_of
-from differential.named import PROGRAMS
 from differential.oracle import Expected, Oracle
 from differential.player import TIMEOUT
 from differential.program import Action, Program
@@ -43,7 +36,7 @@ from differential.trace import Entry, Snapshot, Trace, dense
 # More than a batch of these networks gives to a row.
 _TERMS_OF_A_ROW = 64
 # How far sums in another order may be apart after some steps, by dtype.
-_NEAR = {torch.float64: 1e-9, torch.bfloat16: 0.01}
+_NEAR: dict[Any, float] = {torch.float64: 1e-9, torch.bfloat16: 0.01}
 _DIVERGED = 1e12
 
 
@@ -54,11 +47,6 @@ class Difference:
     program: Program
     what: str  # in words
 
-    @property
-    def is_stocks(self) -> bool:
-        """Whether stock DDP itself has failed: a fault of the generator."""
-        return f"seed {self.program.seed}: {STOCK} raised" in self.what
-
     def __str__(self) -> str:
         return f"{self.what}\n{self.program}\nTo play it again: {self.program.command}"
 
@@ -67,7 +55,6 @@ def differences(
     seeds: Sequence[int],
     world_size: int,
     kind: str = "usual",
-    mutation: str | None = None,
     wrapper: str = OURS,
 ) -> Iterator[Difference]:
     """Play programs on ``world_size`` ranks; yield at most one difference for each.
@@ -76,8 +63,7 @@ def differences(
         seeds: of the programs.
         world_size: number of ranks.
         kind: of the programs.
-        mutation: the fault that is planted in tritonddp, if any.
-        wrapper: the class that plays hostile programs, of :data:`in_ranks.WRAPPERS`.
+        wrapper: the class that plays them, of :data:`in_ranks.WRAPPERS`.
     """
     left = list(seeds)
     # A program that hangs may be the last one.
@@ -86,14 +72,13 @@ def differences(
         while left:
             failure = ""
             try:
-                arguments = left, folder, kind, mutation, wrapper
-                run_ranks(play_all, world_size, *arguments, timeout=limit)
+                run_ranks(play_all, world_size, left, folder, kind, wrapper, timeout=limit)
             except pytest.fail.Exception as failed:
                 failure = str(failed)
             while left and (played := _read(Path(folder), left[0], world_size)) is not None:
                 program = program_of(kind, left.pop(0), world_size)
-                judge = _compare_with_stock if program.is_hostile else _compare_all
-                what = next(judge(program, played), None)
+                judges = {"hostile": _compare_with_stock, "sharded": _compare_with_plain}
+                what = next(judges.get(kind, _compare_all)(program, played), None)
                 if what is not None:
                     yield Difference(program, what)
             if failure and left:
@@ -114,11 +99,6 @@ def _read(folder: Path, seed: int, world_size: int) -> list[Played] | None:
 def _compare_all(program: Program, played: Sequence[Played]) -> Iterator[str]:
     """Compare with the oracle, with stock DDP, and between the ways of tritonddp."""
     end = len(program.actions) + 1
-    if program.named and PROGRAMS[program.named].stock is None:
-        for title in (OURS, OTHER):
-            is_same = operator.eq if program.world_size == 2 else _is_near
-            yield from _compared(program, played, title, STOCK, is_same)
-        return
     if IN_PLACE in played[0]:
         has_buffers = any(entry.kind == "buffer" for entry in played[0][IN_PLACE])
         # In place buffers are sent to the other ranks at another time.
@@ -130,9 +110,7 @@ def _compare_all(program: Program, played: Sequence[Played]) -> Iterator[str]:
     yield from Judge(program, OURS).differences([each[OURS] for each in played], end)
     if OTHER in played[0]:
         yield from _compared(program, played, OTHER, OURS)
-    if program.is_sharded:
-        yield from _compare_with_plain(program, played)
-    elif STOCK in played[0]:
+    if STOCK in played[0]:
         is_sparse = "sparse embedding" in program.network.blocks  # rounded in another order
         if program.world_size == 2 and not is_sparse:
             yield from _compared(program, played, OURS, STOCK, _is_equal, end)
@@ -202,31 +180,21 @@ def _sets_ranks_apart(action: Action, *later: Action) -> bool:
         # A reduced backward averages what is left, too.
         then = (each for each in later if isinstance(each, Step | Backward | ZeroGrad))
         return isinstance(next(then, None), Step)
-    is_alone = isinstance(action, WrapAgain) and action.alone
-    takes_back = isinstance(action, Probe) and action.end.startswith("stepped")
-    return isinstance(action, ChangeGradients) or is_alone or takes_back
+    return isinstance(action, ChangeGradients)
 
 
 def _compare_with_plain(program: Program, played: Sequence[Played]) -> Iterator[str]:
-    """Compare with a plain optimizer, bit by bit if promised. Only owners have gradients."""
-    title = PLAIN if PLAIN in played[0] else STOCK
-    if title not in played[0]:
-        return
-    asked = (
-        number
-        for number, action in enumerate(program.actions)
-        if program.world_size > 2 and isinstance(action, ReduceGradients)  # through the group
-    )
-    end = min([*clips_to_rounding(program), *_second_means(program), *asked], default=inf)
-    shared = [
-        {who: [e for e in each[who] if e.kind != "owner"] for who in (OURS, title)}
-        for each in played
-    ]
-    yield from _compared(program, shared, OURS, title, _is_equal_or_elsewhere, end)
+    """Compare a sharded optimizer with the plain one, up to rounding."""
+    yield from _compared(program, played, OURS, PLAIN, _is_near_or_elsewhere)
+    parameters = [[e for e in each[OURS] if e.kind == "parameter"] for each in played]
+    for entries in zip(*parameters, strict=True):
+        if any(entry != entries[0] for entry in entries):
+            yield f"{_where(program, OURS, 0, entries[0])} has other bits than on another rank"
 
 
-def _is_equal_or_elsewhere(mine: Entry, its: Entry) -> bool:
-    return (mine.kind == "gradient" and mine.seen is None) or _is_equal(mine, its)
+def _is_near_or_elsewhere(mine: Entry, its: Entry) -> bool:
+    """Only the owner of a parameter has its gradient."""
+    return (mine.kind == "gradient" and mine.seen is None) or _is_near(mine, its, {})
 
 
 def _is_equal(mine: Entry, its: Entry) -> bool:
@@ -234,18 +202,7 @@ def _is_equal(mine: Entry, its: Entry) -> bool:
     if not isinstance(mine.seen, Snapshot) or not isinstance(its.seen, Snapshot):
         return mine.seen == its.seen
     value = Expected(its.place, its.seen.tensor(), None, its.seen.strides)
-    return mine.seen == its.seen or not _difference(mine.seen, value)[0]
-
-
-def _second_means(program: Program) -> Iterator[int]:
-    """The numbers of the backwards that add to a mean."""
-    has_mean = False
-    for number, action in enumerate(program.actions):
-        if isinstance(action, Backward | ReduceGradients):
-            if has_mean:
-                yield number
-            has_mean = isinstance(action, ReduceGradients) or not action.local
-        has_mean = has_mean and not isinstance(action, ZeroGrad)
+    return mine.seen == its.seen or not _difference(mine.seen, value)
 
 
 def _is_diverged(entry: Entry) -> bool:
@@ -255,8 +212,8 @@ def _is_diverged(entry: Entry) -> bool:
     return not bool((dense(entry.seen.tensor()).abs() < _DIVERGED).all())
 
 
-def _is_near(mine: Entry, its: Entry) -> bool:
-    """Return True if only the rounding of sums in another order differs."""
+def _is_near(mine: Entry, its: Entry, bounds: Mapping[torch.dtype, float] = _NEAR) -> bool:
+    """Return True if only the rounding of sums in another order differs: 1e-5, or the bound."""
     if mine.seen == its.seen:
         return True
     if not isinstance(mine.seen, Snapshot) or not isinstance(its.seen, Snapshot):
@@ -266,7 +223,7 @@ def _is_near(mine: Entry, its: Entry) -> bool:
     a, b = dense(mine.seen.tensor()), dense(its.seen.tensor())
     if not (a.is_floating_point() or a.is_complex()):
         return False
-    bound = _NEAR.get(a.dtype, 1e-5)
+    bound = bounds.get(a.dtype, 1e-5)
     wide = torch.complex128 if a.is_complex() else torch.float64
     return torch.allclose(a.to(wide), b.to(wide), rtol=bound, atol=bound, equal_nan=True)
 
@@ -277,21 +234,12 @@ class Judge:
     Args:
         program: what is played.
         title: of the way in which it was played.
-
-    Attributes:
-        farthest: the largest distance from a tensor of the oracle, as a share of the bound.
     """
 
     def __init__(self, program: Program, title: str) -> None:
         self._program, self._title = program, title
         self._oracle = Oracle(program, in_place=title == IN_PLACE)
         self._next = 0  # action that was not judged yet
-        self.farthest = 0.0
-
-    def drop_outputs(self) -> None:
-        """Free outputs whose backward never runs, and their graphs."""
-        for player in self._oracle.players:
-            player.outputs.clear()
 
     def differences(self, traces: Sequence[Trace], end: int) -> Iterator[str]:
         """In words, of the actions before ``end``; the oracle starts each from what ranks had."""
@@ -302,12 +250,6 @@ class Judge:
 
     def _of_action(self, number: int, seen: Sequence[Sequence[Entry]]) -> Iterator[str]:
         program, title, oracle = self._program, self._title, self._oracle
-        owners = [{e.name: e.seen for e in entries if e.kind == "owner"} for entries in seen]
-        if any(each != owners[0] for each in owners):
-            yield f"{title}: the ranks have different owners: {owners}"
-        for name, rank in owners[0].items():
-            oracle.owners[name] = int(rank.tensor()) if isinstance(rank, Snapshot) else -1
-        seen = [[entry for entry in entries if entry.kind != "owner"] for entries in seen]
         is_end = number == len(program.actions)
         expected = oracle.finish() if is_end else oracle.perform(number)
         if title == STOCK:
@@ -318,9 +260,7 @@ class Judge:
                 yield f"{title}, rank {rank} saw {places}, but not {[e.place for e in wanted]}"
                 return
             for entry, each in zip(entries, wanted, strict=True):
-                found, distance = _difference(entry.seen, each)
-                self.farthest = max(self.farthest, distance)
-                if found:
+                if found := _difference(entry.seen, each):
                     yield f"{_where(program, title, rank, entry)} {found}"
         pairs = [list(zip(*both, strict=True)) for both in zip(seen, expected, strict=True)]
         for of_ranks in zip(*filter(None, pairs), strict=True):
@@ -348,41 +288,41 @@ def _among_ranks(
         yield f"{_where(program, title, 0, seen[0])} has other bits than on another rank"
 
 
-def _difference(seen: Snapshot | None, expected: Expected) -> tuple[str, float]:
-    """The difference in words, or ``""``; and the distance as a share of the bound."""
+def _difference(seen: Snapshot | None, expected: Expected) -> str:
+    """The difference in words, or ``""``."""
     value = expected.value
     if value is None or seen is None:
         if value is seen is None:
-            return "", 0.0
-        return f"is {_shown(seen)}, but should be {_shown(value)}", inf
+            return ""
+        return f"is {_shown(seen)}, but should be {_shown(value)}"
     if (seen.dtype, seen.shape) != (value.dtype, tuple(value.shape)):
         kind = f"{value.dtype} {tuple(value.shape)}"
-        return f"is {seen.dtype} {seen.shape}, but should be {kind}", inf
+        return f"is {seen.dtype} {seen.shape}, but should be {kind}"
     if (seen.strides is None) != value.is_sparse:
-        return f"should {'' if value.is_sparse else 'not '}be sparse", inf
+        return f"should {'' if value.is_sparse else 'not '}be sparse"
     if expected.strides is not None and _order(seen.shape, seen.strides) != _order(
         seen.shape, expected.strides
     ):
-        return f"has strides {seen.strides}, but should have {expected.strides}", inf
+        return f"has strides {seen.strides}, but should have {expected.strides}"
     bound = expected.bound
     if value.is_sparse:
         bound = _loosened_for_rows(value, bound)
     tensor, value = dense(seen.tensor()), dense(value)
     same = _same(tensor, value)
     if bool(same.all()):
-        return "", 0.0
+        return ""
     if bound is None:
-        return f"is\n{_shown(tensor)}\nbut should be exactly\n{_shown(value)}\n", inf
+        return f"is\n{_shown(tensor)}\nbut should be exactly\n{_shown(value)}\n"
     wide = torch.complex128 if value.is_complex() else torch.float64
     # What may overflow has no bound.
     distance = (tensor.to(wide) - value.to(wide)).abs().masked_fill(same | bound.isposinf(), 0.0)
-    share = float((distance / bound).nan_to_num(0.0).max())
     if bool((distance <= bound).all()):  # never of NaN
-        return "", share
+        return ""
+    share = float((distance / bound).nan_to_num(0.0).max())
     return (
         f"is\n{_shown(tensor)}\nbut should be\n{_shown(value)}\nand is {share:.3g} times as far "
         "from it as rounding may bring it\n"
-    ), inf
+    )
 
 
 def _loosened_for_rows(value: Tensor, bound: Tensor | None) -> Tensor:

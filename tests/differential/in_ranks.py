@@ -29,8 +29,6 @@ import tritonddp
 from differential.actions.gradients import STEPS
 from differential.actions.probes import Probe
 from differential.kinds import program_of
-from differential.mutations import planted
-from differential.named import PROGRAMS
 from differential.networks import Network
 from differential.player import TIMEOUT, Player, networks_of, wrapper_of
 from differential.program import Options, Program
@@ -51,7 +49,7 @@ PLAIN = "tritonddp with a plain optimizer"
 IN_PLACE = "tritonddp in place"
 
 # Of torch 2.13 or newer. Older ones lack options, and fail where two forwards see one buffer.
-_STOCK_DEFINES = "forward_sync_buffers" in inspect.signature(Stock.__init__).parameters
+STOCK_DEFINES = "forward_sync_buffers" in inspect.signature(Stock.__init__).parameters
 
 COMMUNICATION_HOOKS: dict[str, Callable[[Any], None]] = {
     "allreduce_hook": lambda ddp: ddp.register_comm_hook(None, default_hooks.allreduce_hook),
@@ -59,21 +57,16 @@ COMMUNICATION_HOOKS: dict[str, Callable[[Any], None]] = {
     "ALLREDUCE": lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
 }
 
-# What hostile and short programs compare with stock DDP. A difference between "stock" and stock DDP
-# is a fault of the generator.
+# What plays a program. A difference of "stock" in a hostile or short program is a fault of the
+# generator.
 WRAPPERS: dict[str, Any] = {
     OURS: DistributedDataParallel,
     "stock": Stock,
-    "in-place": tritonddp.replicate,
     **FAULTS,
 }
 
-groups: dict[Any, Any] = {}  # of the programs, made once; to be cleared with the default one
 
-
-def play_all(
-    seeds: Sequence[int], folder: str, kind: str, mutation: str | None, wrapper: str
-) -> None:
+def play_all(seeds: Sequence[int], folder: str, kind: str, wrapper: str) -> None:
     """Play programs. What this rank saw of each is written to the file ``SEED.RANK`` in a folder.
 
     So the results of earlier programs are not lost if a process dies or hangs.
@@ -82,8 +75,7 @@ def play_all(
         seeds: of the programs.
         folder: an existing folder.
         kind: of the programs.
-        mutation: the fault that is planted in tritonddp, if any.
-        wrapper: the class that plays hostile programs, of :data:`WRAPPERS`.
+        wrapper: the class that plays them, of :data:`WRAPPERS`.
 
     Raises:
         RuntimeError: something was raised; the message says in which program, and where.
@@ -91,19 +83,16 @@ def play_all(
     dist.barrier()  # one rank may have taken seconds to import all this
     if kind == "hostile":  # a program that differs may hang
         give_up_after(TIMEOUT, dist.group.WORLD)
-    groups.clear()
     gc.collect()
     gc.freeze()  # or each collection would look at all of torch
     log = logging.getLogger("tritonddp")
     log.setLevel(logging.ERROR)  # failed backwards are logged
-    with warnings.catch_warnings(), planted(mutation) if mutation else contextlib.nullcontext():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for seed in seeds:
             program = program_of(kind, seed, dist.get_world_size())
-            if program.is_hostile:
-                played = _play_hostile(program, wrapper)
-            else:
-                played = _play_all_ways(program, mutation is not None)
+            ways = {"hostile": _play_hostile, "sharded": _play_sharded}
+            played = ways.get(kind, _play_all_ways)(program, wrapper)
             path, part = (Path(folder, f"{seed}.{dist.get_rank()}{end}") for end in ("", ".new"))
             part.write_bytes(pickle.dumps(played))
             part.replace(path)
@@ -122,7 +111,6 @@ def play_recorded(seeds: Sequence[int], per_host: int = 0) -> None:
     """
     from recording.device import recording  # and Triton, which no other program needs
 
-    groups.clear()
     logging.getLogger("tritonddp").setLevel(logging.ERROR)
     gc.freeze()  # torch and Triton: each recording collects
     for seed in seeds:
@@ -142,26 +130,34 @@ def play_recorded(seeds: Sequence[int], per_host: int = 0) -> None:
             raise RuntimeError(f"seed {seed}, {RECORDED}: {recorder.report()[:4000]}")
 
 
-def _play_all_ways(program: Program, is_mutated: bool) -> Played:
+def _play_all_ways(program: Program, wrapper: str) -> Played:
     first, second = _transports(program)
-    wrap = partial(DistributedDataParallel, transport=first)
-    plain, has_plain = replace(program, kind="usual"), program.stock is None
-    if program.world_size > 2:  # gloo adds three numbers in another order
-        has_plain = first == "auto"
+    wrap = partial(WRAPPERS[wrapper], transport=first)
     played = {}
     with configured(program.seed, program.thresholds):
         played[OURS] = play(program, OURS, wrap, program.options)
-        if not is_mutated:
+        if wrapper == OURS:
             title, cls = IN_PLACE, tritonddp.replicate
             if program.named:  # its steps use the wrapper
                 title, cls = OTHER, DistributedDataParallel
             played[title] = play(program, title, partial(cls, transport=second), program.options)
-        if program.is_sharded and has_plain:
-            played[PLAIN] = play(plain, PLAIN, wrap, program.options)
-    has_stock = program.stock is not None and _STOCK_DEFINES
-    if has_stock and not (program.is_sharded and program.world_size > 2):
-        played[STOCK] = play(plain, STOCK, Stock, program.stock)
+    if program.stock is not None and STOCK_DEFINES:
+        played[STOCK] = play(program, STOCK, Stock, program.stock)
     return played
+
+
+def _play_sharded(program: Program, wrapper: str) -> Played:
+    """With a sharded and with a plain optimizer, both of a wrapper or both in place."""
+    transport, _ = _transports(program)
+    cls, plain_cls = WRAPPERS[wrapper], DistributedDataParallel
+    if wrapper == OURS and program.seed % 3 == 0:
+        cls = plain_cls = tritonddp.replicate
+    plain = replace(program, kind="usual")
+    with configured(program.seed, program.thresholds):
+        return {
+            OURS: play(program, OURS, partial(cls, transport=transport), program.options),
+            PLAIN: play(plain, PLAIN, partial(plain_cls, transport=transport), program.options),
+        }
 
 
 def _play_hostile(program: Program, wrapper: str) -> Played:
@@ -173,7 +169,7 @@ def _play_hostile(program: Program, wrapper: str) -> Played:
         logged(logging.WARNING) as log,
     ):
         played[OURS] = play(program, wrapper, WRAPPERS[wrapper], program.options)
-    alarm = _false_alarm(program, log, wrapper in (OURS, "in-place"))
+    alarm = _false_alarm(program, log, wrapper == OURS)
     return played | ({ALARM: [Entry(0, "value", "said", alarm)]} if alarm else {})
 
 
@@ -181,27 +177,11 @@ def _false_alarm(program: Program, log: Kept, is_ours: bool) -> str:
     """A warning without a reason, or the reason of a missing warning."""
     steps = any(hook == STEPS for _, hook, _ in program.hooks)
     logged_steps = log.lines("hooked_steps")
-    # With a group of one rank there is nothing to warn of.
-    is_wrong = bool(logged_steps) != steps and (logged_steps or is_ours)
-    if is_wrong and program.wrappers != "local and global":
+    if bool(logged_steps) != steps and (logged_steps or is_ours):
         return f"an optimizer in a hook, {steps}: the log says {logged_steps}"
     unreduced = log.lines("unreduced")
     leaves = any(isinstance(each, Probe) and each.end == "left" for each in program.actions)
     return f"without reason: {unreduced}" if unreduced and not leaves else ""
-
-
-def is_of(wrapper: str, program: Program) -> bool:
-    """Return True if ``wrapper`` and stock DDP must give the same result.
-
-    In place there is no second wrapper, no backward that bypasses the wrapper, and buffers are sent
-    at another time. A part of two modules is reduced with both, no matter which is in ``no_sync``.
-    """
-    if wrapper != "in-place" or not program.is_hostile:
-        return True
-    keeps_buffers = program.options.broadcast_buffers is False
-    has_others = {*program.roots} & {"backwards", "wrappers"}
-    is_shared = program.wrappers == "shared encoder"
-    return not is_shared and not has_others and (keeps_buffers or not program.network.has_buffers)
 
 
 def _transports(program: Program) -> list[str]:
@@ -228,14 +208,13 @@ def play(
     gc.disable()
     try:
 
-        def wrapped(network: Network, **more: Any) -> nn.Module:
-            options_of_it = arguments_of(options) | _delayed(program, network) | more
-            net = wrap(network, **options_of_it)
+        def wrapped(network: Network) -> nn.Module:
+            net = wrap(network, **arguments_of(options), **_delayed(program, network))
             if program.communication_hook:
                 COMMUNICATION_HOOKS[program.communication_hook](wrapper_of(net) or net)
             return net
 
-        player = Player(program, rank, networks_of(program, rank), wrapped, groups)
+        player = Player(program, rank, networks_of(program, rank), wrapped)
         counts = program.counts or (len(program.actions),) * program.world_size
         with _joining(program, player):
             for number in range(counts[rank]):
@@ -246,7 +225,6 @@ def play(
         player.finish()
         after(player, len(program.actions))
         makes_cycles = any(getattr(each, "in_a_cycle", False) for each in program.actions)
-        makes_cycles |= bool(program.named) and PROGRAMS[program.named].makes_cycles
         if not (makes_cycles or title == STOCK):
             _check_cycles()
     except Exception as error:

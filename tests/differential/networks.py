@@ -1,7 +1,6 @@
 """What is wrapped: networks of blocks, each with an unusual kind of parameter or gradient."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -101,18 +100,6 @@ class ExpandedGradients(nn.Module):
         return torch.tanh(y @ self.flipped.t())
 
 
-class Stacked(nn.Module):
-    """Many small parameters, more than one segment of a bucket."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layers(self.norm(x)))
-
-
 class Buffered(nn.Module):
     """Buffers that take part in the graph, of several dtypes, one of them not saved."""
 
@@ -162,14 +149,13 @@ class Complex(nn.Module):
 class Collective(nn.Module):
     """Two layers, of which each rank may leave out one, a collective, and a layer after it."""
 
-    def __init__(self, chooses: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.chooses = chooses
         self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        left_out = int(torch.randint(3, ())) if self.chooses else 2
+        left_out = int(torch.randint(3, ()))
         taken = [branch(x) for number, branch in enumerate(self.branches) if number != left_out]
         return torch.tanh(self.last(Centered.apply(torch.stack(taken).sum(0))))
 
@@ -185,25 +171,11 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "sparse embedding": partial(Embedding, sparse=True),
     "odd shapes": OddShapes,
     "expanded gradients": ExpandedGradients,
-    "stacked": Stacked,
     "buffered": Buffered,
     "normed": Normed,
     "complex": Complex,
 }
-# Blocks whose forward and backward make a collective.
-COLLECTIVE, AFTER_BRANCHES = "all-reduce", "all-reduce after branches"
-COLLECTIVES: dict[str, Callable[[], nn.Module]] = {
-    COLLECTIVE: partial(Collective, False),
-    AFTER_BRANCHES: partial(Collective, True),
-}
-
-
-@dataclass
-class Outputs:
-    """What a network may return its tensors in."""
-
-    first: Tensor
-    rest: list[Any]
+AFTER_BRANCHES = "all-reduce after branches"  # a block whose forward and backward communicate
 
 
 # How the results of the two heads are returned, and found again.
@@ -214,7 +186,6 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[
         lambda a, b: {"a": a, "more": [None, (b,)]},
         lambda out: (out["a"], out["more"][1][0]),
     ),
-    "dataclass": (lambda a, b: Outputs(a, [{"b": b}]), lambda out: (out.first, out.rest[0]["b"])),
 }
 
 
@@ -281,7 +252,7 @@ class Network(nn.Module):
     def __init__(self, spec: NetworkSpec, encoder: nn.Module | None = None) -> None:
         super().__init__()
         self.spec = spec
-        makers = BLOCKS | COLLECTIVES
+        makers = BLOCKS | {AFTER_BRANCHES: Collective}
         self.blocks = nn.ModuleDict(
             {
                 name: encoder if encoder is not None and name == "b0" else makers[kind]()
@@ -338,9 +309,7 @@ def build(program: Program, rank: int) -> list[Network]:
     is_same = not program.is_hostile and False in (options.init_sync, options.broadcast_buffers)
     torch.default_generator.manual_seed(program.seed * 10 + (0 if is_same else rank))
     spec, networks = program.network, [Network(program.network)]
-    if program.wrappers == "two groups":
-        networks.append(Network(spec))
-    elif program.wrappers == "shared encoder":
+    if program.has_critic:
         networks.append(Network(spec, networks[0].blocks["b0"]))
     if program.is_hostile and program.world_size > 2:
         # In fp64 the rounding of sums in another order is far below the tolerance.

@@ -16,14 +16,9 @@ from torch import Tensor
 from differential.actions.named import NamedStep
 from differential.actions.training import (
     Backward,
-    Clip,
     Convert,
     Forward,
     ReduceGradients,
-    Replace,
-    Step,
-    ZeroGrad,
-    clips_to_rounding,
 )
 from differential.networks import Network
 from differential.player import Player, networks_of
@@ -37,12 +32,6 @@ _ROUNDINGS_OF_WEIGHTED = 16
 # How far the gradients of a step of a named program may be from the mean, by the largest one:
 # a step may reduce several times.
 _NAMED = 1e-12
-# How far quantized gradients may be from the mean, by the largest of the network until then: what
-# error feedback still owes may be of any gradient before.
-_QUANTIZED = 0.03
-_SMALLEST_QUANTIZED = 1024  # elements of a parameter
-# Of two sums of squares in another order, a root and a quotient; twice that.
-_ROUNDINGS_OF_CLIPPED = 16
 
 
 @dataclass(frozen=True)
@@ -62,9 +51,6 @@ class Oracle:
         program: what is played.
         in_place: whether they are replicated in place: buffers are synchronized after reductions,
             and not before forwards.
-
-    Attributes:
-        owners: of parameters that a sharded optimizer has, the rank, by name.
     """
 
     def __init__(self, program: Program, in_place: bool = False) -> None:
@@ -85,12 +71,6 @@ class Oracle:
         self._used: list[set[Tensor]] = [set() for _ in self._players]
         # The bounds of the gradients that the last action has reduced.
         self._bounds: dict[str, Tensor | None] = {}
-        self._wire = getattr(torch, program.options.reduce_dtype or "float64")
-        self._largest = 0.0  # gradient so far, if gradients are quantized
-        self.owners: dict[str, int] = {}
-        # With a sharded optimizer: the means to which backwards add.
-        self._means: dict[str, Tensor] = {}
-        self._are_means = False  # nothing was added to the gradients since the last reduction
 
     def perform(self, number: int) -> list[list[Expected]]:
         """What each rank must see of action ``number``: an empty list for a rank without inputs.
@@ -105,23 +85,14 @@ class Oracle:
                 self._broadcast = self._buffers()
             if self._syncs_next_forward:
                 self._sync_buffers()
-        if isinstance(action, Backward | ReduceGradients):
-            self._note_means()
-        elif isinstance(action, ZeroGrad):
-            self._means = {}
-        elif isinstance(action, Replace):  # by parameters that have no owner yet
-            gone = f"blocks.{action.block}."
-            self.owners = {n: r for n, r in self.owners.items() if not n.startswith(gone)}
-        looks_at_all = isinstance(action, Clip | Step)
-        with self._gradients_of_owners() if looks_at_all else nullcontext():
-            reached = []
-            for player in self._players:
-                player.trace = []
-                # A step of a named program may replace parameters.
-                is_named = isinstance(action, NamedStep)
-                with nullcontext(set()) if is_named else _reached(player.network) as came:
-                    player.perform(number)
-                reached.append(came)
+        reached = []
+        for player in self._players:
+            player.trace = []
+            # A step of a named program may replace parameters.
+            is_named = isinstance(action, NamedStep)
+            with nullcontext(set()) if is_named else _reached(player.network) as came:
+                player.perform(number)
+            reached.append(came)
         if isinstance(action, Forward):
             self._syncs_next_forward = self._syncs_forwards and action.grad and not action.local
         if isinstance(action, Convert):  # of which converted buffers are new ones
@@ -145,11 +116,6 @@ class Oracle:
             self._expected(present[rank]) if rank in present else []
             for rank in range(self._program.world_size)
         ]
-
-    @property
-    def players(self) -> list[Player]:
-        """The players of all ranks."""
-        return self._everyone
 
     def finish(self) -> list[list[Expected]]:
         """The end: ``join()`` gives all ranks the model of a rank that left last."""
@@ -193,32 +159,6 @@ class Oracle:
                         with torch.no_grad():
                             mine.copy_(value)
 
-    def _owned(self) -> Iterator[tuple[str, Tensor, list[Tensor]]]:
-        """Yield the name, the parameter on its owner, and the parameter on the other ranks."""
-        everyones = [dict(player.network.named_parameters()) for player in self._players]
-        for name in [each for each in everyones[0] if each in self.owners]:
-            others = [params[name] for params in everyones]
-            yield name, others.pop(self.owners[name]), others
-
-    def _note_means(self) -> None:
-        """Keep the means to which the next backward adds."""
-        if self._are_means:
-            self._means = {
-                name: mine.grad.clone() for name, mine, _ in self._owned() if mine.grad is not None
-            }
-            self._are_means = False
-
-    @contextmanager
-    def _gradients_of_owners(self) -> Iterator[None]:
-        """Context: all ranks have the gradients of the owners."""
-        for _, mine, others in self._owned():
-            for param in others:
-                param.grad = None if mine.grad is None else mine.grad.clone()
-        yield
-        for _, _, others in self._owned():
-            for param in others:
-                param.grad = None
-
     @property
     def _syncs_forwards(self) -> bool:
         """Whether a forward synchronizes buffers, unless the one before was under ``no_sync``."""
@@ -247,31 +187,13 @@ class Oracle:
             )
             if not (any(is_used) or _is_weighted(params, windows)):
                 continue
-            former = self._means.get(name)
-            for rank, param in enumerate(params):
-                if former is not None and rank != self.owners[name]:
-                    param.grad = former if param.grad is None else param.grad + former
             over = len(params) if self._program.over_present else self._program.world_size
-            mean, bound = _mean(params, windows, over, self._wire)
+            mean, bound = _mean(params, windows, over)
             # On two ranks it is exact: halves are exact, and a sum of two is rounded once.
-            exact = (
-                self._program.world_size == 2
-                and not self._program.options.reduce_dtype
-                and not is_weighted
-            )
+            exact = self._program.world_size == 2 and not is_weighted
             self._bounds[name] = None if exact else bound
             if self._program.named:
                 self._bounds[name] = _NAMED * mean.abs().max().clamp(min=1.0).expand_as(mean)
-            if former is not None:  # is taken out, and added again
-                if is_weighted and not any(each.items for window in windows for each in window):
-                    mean = former  # weights of zero: later gradients do not count
-                total = sum(each.grad.abs().double() for each in params if each.grad is not None)
-                eps = max(torch.finfo(each).eps for each in (former.dtype, self._wire))
-                self._bounds[name] = bound + (total + former.abs().double()) * _ROUNDINGS * eps
-            if self._program.options.compression:
-                self._largest = max(self._largest, float(mean.abs().max()) if mean.numel() else 0.0)
-                if mean.numel() >= _SMALLEST_QUANTIZED:
-                    self._bounds[name] = torch.full(mean.shape, _QUANTIZED * self._largest)
             grads = [param.grad for param in params]
             grads += [each.sums.get(p) for w in windows for p, each in zip(params, w, strict=True)]
             if any(grad is not None and grad.is_sparse for grad in grads):
@@ -297,10 +219,6 @@ class Oracle:
             for net in player.wrapped.values():
                 net.windows = []
                 net._goes_on = False
-        for _, _, others in self._owned():
-            for param in others:
-                param.grad = None
-        self._means, self._are_means = {}, True
         if self._syncs_afterwards and not retains_graph:
             self._sync_buffers()
 
@@ -318,10 +236,6 @@ class Oracle:
                 value = None if entry.seen is None else entry.seen.tensor()
                 bound = None
                 strides = None if entry.seen is None else entry.seen.strides
-            if value is not None and entry.action in clips_to_rounding(self._program):
-                # torch rounds the norm of a gradient in its dtype.
-                eps = max(torch.finfo(param.dtype).eps for param in player.network.parameters())
-                bound = value.abs().double() * _ROUNDINGS_OF_CLIPPED * eps
             expected.append(Expected(entry.place, value, bound, strides))
         return expected
 
@@ -334,7 +248,7 @@ def contract_strides(param: Tensor) -> tuple[int, ...]:
 
 
 def _mean(
-    params: Sequence[Tensor], windows: Sequence[Sequence[Window]], size: int, wire: torch.dtype
+    params: Sequence[Tensor], windows: Sequence[Sequence[Window]], size: int
 ) -> tuple[Tensor, Tensor]:
     """The mean of the gradients of one parameter, and a bound of the error of each element.
 
@@ -342,18 +256,17 @@ def _mean(
         params: the parameter on each rank that has inputs.
         windows: weighted backwards, each on each rank.
         size: what the sum is divided by where there are no weights.
-        wire: the dtype in which gradients are sent.
     """
     is_weighted = any(window.sums for each in windows for window in each)
     terms = list(map(dense, terms_of_mean(params, windows if is_weighted else [], size)))
     bound = torch.stack([term.abs() for term in terms]).sum(0)
     if is_weighted and bound.numel():
         bound = bound.max().expand_as(bound)  # the sums of a window have rounded too
-    infos = torch.finfo(params[0].dtype), torch.finfo(wire)
+    info = torch.finfo(params[0].dtype)
     roundings = _ROUNDINGS_OF_WEIGHTED if is_weighted else _ROUNDINGS
-    bound = bound * roundings * max(info.eps for info in infos)
+    bound = bound * roundings * info.eps
     mean = torch.stack(terms).sum(0).to(params[0].dtype)
-    return mean, bound + max(info.tiny for info in infos)
+    return mean, bound + info.tiny
 
 
 def _is_weighted(params: Sequence[Tensor], windows: Sequence[Sequence[Window]]) -> bool:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from differential.actions.gradients import add_hook
@@ -43,14 +41,12 @@ class Player:
         program: what is played.
         rank: as which rank.
         networks: before they are wrapped.
-        wrap: wraps a network, with the options of the program and the given ones.
-        groups: process groups that were made before, by their ranks and a number.
+        wrap: wraps a network, with the options of the program.
 
     Attributes:
-        wrapped: the wrappers in use, by title; ``"main"`` is the wrapper of the first network. If
-            the networks are replicated in place, these are the networks.
-        wrapper: the wrapper of tritonddp of ``"main"``; ``None`` for other classes, and in programs
-            that do not use the package's API.
+        wrapped: the wrappers in use, by title; ``"main"`` is the wrapper of the first network, and
+            ``"critic"`` the one of the second. If the networks are replicated in place, these are
+            the networks.
         optimizer: of all networks.
         outputs: outputs whose backward has not run, by slot.
         old_wrappers: wrappers that the user still holds.
@@ -66,7 +62,6 @@ class Player:
         rank: int,
         networks: Sequence[Network],
         wrap: Callable[..., Any],
-        groups: dict[Any, Any] | None = None,
     ) -> None:
         self.program, self.rank, self.networks = program, rank, list(networks)
         self.wrapped: dict[str, Any] = {}
@@ -76,10 +71,11 @@ class Player:
         self.caught: dict[Tensor, Tensor] = {}
         self.trace: Trace = []
         self.number = 0
-        self._wrap, self._groups = wrap, {} if groups is None else groups
+        self.added: list[Tensor] = []  # parameters of new blocks, which the optimizer will get
+        self.wrap = wrap
         self._add_hooks(before=True)
-        self._wrap_all()
-        self.wrapper = None if program.is_hostile else wrapper_of(self.net)
+        for title, network in zip(("main", "critic"), self.networks, strict=False):
+            self.wrapped[title] = wrap(network)
         self.optimizer = self._make_optimizer()
         self._add_hooks(before=False)
 
@@ -112,33 +108,6 @@ class Player:
         if not self.program.named:
             self.see_model()
 
-    # Wrappers
-
-    def _wrap_all(self) -> None:
-        """Wrap each network; two networks may each have a group."""
-        has_groups = self.program.wrappers == "two groups"
-        groups = [self.group(number) for number in range(2)] if has_groups else [None, None]
-        titles = "main", "critic" if self.program.wrappers == "shared encoder" else "second"
-        for title, network, group in zip(titles, self.networks, groups, strict=False):
-            self.wrapped[title] = self.wrap(network, group)
-
-    def wrap(self, network: nn.Module, group: Any = None) -> Any:
-        """Wrap a network with the options of the program, maybe in another group."""
-        return self._wrap(network, **({} if group is None else {"process_group": group}))
-
-    def group(self, number: int, ranks: tuple[int, ...] | None = None) -> Any:
-        """A process group of these ranks, by default of all: the same one in each call."""
-        key = ranks or tuple(range(self.program.world_size)), number
-        if key not in self._groups:
-            limit = timedelta(seconds=TIMEOUT)
-            self._groups[key] = dist.new_group(list(key[0]), timeout=limit)
-        return self._groups[key]
-
-    def group_of_this_rank(self) -> Any:
-        """A process group of this rank; all ranks must call this."""
-        groups = [self.group(0, (rank,)) for rank in range(self.program.world_size)]
-        return groups[self.rank]
-
     def _add_hooks(self, before: bool) -> None:
         for block, kind, is_before in self.program.hooks:
             if is_before is before:
@@ -150,38 +119,15 @@ class Player:
         program = self.program
         is_short = program.actions.count(Step()) < 8
         kind, options = _optimizer(program.optimizer, RATE if is_short else SLOW)
-        params: list[Any] = [*self.params]
-        of_first: list[Tensor] = []
-        of_heads: list[Tensor] = []
-        if program.groups:
-            of_first = [*self.network.blocks["b0"].parameters()]
-            of_heads = [*self.network.heads.parameters()]
-        others = {"some": of_first, "later": of_heads, "two": of_heads}
-        self.added: list[Tensor] = []  # of new blocks
-        self.later = of_heads if program.groups == "later" else []
-        left_out = {*others.get(program.groups, ())}
-        params = [param for param in params if param not in left_out]
-        if program.groups == "two":
-            params = [{"params": of_heads, "lr": options["lr"] / 2}, {"params": params}]
-        if not program.is_sharded or self.wrapper is None:
-            return kind(params, **options)
-        self.optimizer = ZeroRedundancyOptimizer(params, kind, **options)
-        self._see_owners()
-        return self.optimizer
+        if program.is_sharded:
+            return ZeroRedundancyOptimizer(self.params, kind, **options)
+        return kind(self.params, **options)
 
-    def add_group(self, params: list[Tensor]) -> None:
-        """Add a group to the optimizer."""
-        if params:
-            self.optimizer.add_param_group({"params": [*params]})
-            params.clear()
-            self._see_owners()
-
-    def _see_owners(self) -> None:
-        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            owners = self.optimizer._owners
-            for name, param in self.named("parameters"):
-                if param in owners:
-                    self.see(name, torch.tensor(owners[param]), "owner")
+    def add_group(self) -> None:
+        """Add the parameters of new blocks to the optimizer."""
+        if self.added:
+            self.optimizer.add_param_group({"params": [*self.added]})
+            self.added.clear()
 
     # What is seen
 

@@ -102,12 +102,6 @@ class Options(Described):
             return self.forward_sync_buffers
         return self.broadcast_buffers is not False
 
-    @property
-    def syncs_first_buffers(self) -> bool:
-        """Whether wrapping does."""
-        is_kept = self.forward_sync_buffers is None and self.broadcast_buffers is False
-        return self.init_sync is not False and not is_kept
-
 
 @dataclass(frozen=True)
 class Program(Described):
@@ -126,10 +120,9 @@ class Program(Described):
             parameter of the first block is ready.
         counts: for how many actions each rank has inputs, inside ``join()``; ``None`` without
             ``join()``.
-        groups: what the optimizer gets: ``""`` or ``"all"``: all parameters; ``"two"`` groups;
-            ``"some"``: all but the first block; ``"later"``: the heads after the first step.
-            Unless it is ``""``, the parameters of a new block are added as a group.
-        roots: of hostile programs: the subjects of the actions, of :data:`kinds.hostile.ROOTS`.
+        adds_groups: whether the optimizer gets the parameters of a new block as a group.
+        has_critic: of hostile programs: whether a second network shares the first block, and has
+            its own wrapper.
         named: the named program that is played, of :data:`differential.named.PROGRAMS`.
     """
 
@@ -147,9 +140,8 @@ class Program(Described):
     delays: bool = False
     counts: tuple[int, ...] | None = None
     over_present: bool = False  # whether the mean there is over the ranks that still have inputs
-    groups: str = ""
-    roots: tuple[str, ...] = ()
-    wrappers: str = "one network"  # how many there are, of kinds.hostile.WRAPPERS
+    adds_groups: bool = False
+    has_critic: bool = False
     named: str = ""
 
     @property

@@ -5,7 +5,6 @@ is compared with the oracle.
 """
 
 import contextlib
-import inspect
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,16 +19,11 @@ from distributed import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from differential.comparison import Judge
-from differential.in_ranks import STOCK, play
+from differential.in_ranks import STOCK, STOCK_DEFINES, play
 from differential.kinds import program_of
 from differential.named import PROGRAMS
 from differential.named.table import ERRORS, HANGS, RIGHT, TWICE, TWICE_HANGS, WRONG
 from differential.trace import Trace
-
-# The page describes torch 2.13.
-HAS_FORWARD_SYNC_BUFFERS = (
-    "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-)
 
 
 class Stock(DistributedDataParallel):
@@ -73,9 +67,9 @@ def outcome(name: str, results: Sequence[Trace | str]) -> str:
     return found[0] if found else errors[0]
 
 
-@pytest.mark.parametrize("name", [name for name, each in PROGRAMS.items() if each.stock])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_stock_does_what_the_page_says(name: str) -> None:
-    if name.startswith(("batch_norm", "buffer")) and not HAS_FORWARD_SYNC_BUFFERS:
+    if name.startswith(("batch_norm", "buffer")) and not STOCK_DEFINES:
         return  # torch 2.11 writes into buffers that a backward needs: another outcome
     outcomes = tuple(
         outcome(name, run_ranks(played_by_stock, 2, name, flag)) for flag in (False, True)

@@ -46,7 +46,7 @@ class Entry:
     """One thing that a rank saw.
 
     Attributes:
-        kind: ``"loss"``, ``"gradient"``, ``"parameter"``, ``"buffer"``, ``"owner"`` or ``"value"``.
+        kind: ``"loss"``, ``"gradient"``, ``"parameter"``, ``"buffer"`` or ``"value"``.
         seen: ``None`` where there is no tensor; or something else, as its ``repr``.
     """
 

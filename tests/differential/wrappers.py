@@ -1,9 +1,19 @@
-"""Stock DDP with a fault, which programs must find."""
+"""Wrappers with a fault, which programs must find."""
 
+import contextlib
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as Stock
+
+from tritonddp import DistributedDataParallel
+
+
+class IgnoredNoSync(DistributedDataParallel):
+    """``no_sync`` does nothing. Usual and sharded programs find it."""
+
+    def no_sync(self) -> Any:
+        return contextlib.nullcontext()
 
 
 class BuffersOfVersions(Stock):
@@ -25,4 +35,4 @@ class MadeInTheFirstForward(Stock):
         return super().forward(*args, **kwargs) * self._kept
 
 
-FAULTS = {cls.__name__: cls for cls in (BuffersOfVersions, MadeInTheFirstForward)}
+FAULTS = {cls.__name__: cls for cls in (IgnoredNoSync, BuffersOfVersions, MadeInTheFirstForward)}

@@ -30,7 +30,7 @@ def test_a_test_or_file_that_a_page_names_exists() -> None:
 def test_the_page_of_cases_has_each_once_with_the_results_of_stock() -> None:
     rows = ROW.findall(PAGES[CASES_PAGE])
     found = {name: (default, flagged) for _, default, flagged, name in rows}
-    assert found == {name: each.stock for name, each in PROGRAMS.items() if each.stock}
+    assert found == {name: each.stock for name, each in PROGRAMS.items()}
     assert len(rows) == len(found)
 
 

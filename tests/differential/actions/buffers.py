@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from differential.networks import another_value, write_buffer
 from differential.program import Action
 
@@ -30,15 +28,3 @@ class Write(Action):
             owner, name = owned[number % len(owned)]
             if self.way != "by load_state_dict" or name != "low":  # which is in no state_dict
                 write_buffer(self.way, owner, name, another_value(getattr(owner, name)))
-
-
-class Recalibrate(Action):
-    """Forwards of the module itself in training mode, on these ranks, without gradients."""
-
-    ranks: tuple[int, ...]
-
-    def perform(self, player: Player) -> None:
-        if player.rank in self.ranks:
-            with torch.no_grad():
-                player.network(player.batch() * 3)
-        player.see_buffers()

@@ -33,8 +33,6 @@ class NamedStep(Action):
         with contextlib.nullcontext() if is_plain else _microbatches(program, nets, player.rank):
             program.step(nets[0] if len(nets) == 1 else nets, player.rank, self.step)
         player.see_gradients()
-        if program.stock is None:  # they train
-            player.see_model()
         for net, count in zip(nets, program.reductions, strict=True):
             if isinstance(net, DistributedDataParallel):
                 assert net.reducer.counters.reductions == count * (self.step + 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 # What a probe runs, and what is done with its gradients.
 WAYS = ("the module", "a submodule", "the parameters", "functional_call")
 # "left": added to the gradients of the next backward that is reduced.
-ENDS = ("dropped", "left", "put aside", "stepped with and taken back")
+ENDS = ("dropped", "left", "put aside")
 
 
 def _loss(player: Player, way: str) -> Tensor:
@@ -44,7 +43,6 @@ class Probe(Action):
     def perform(self, player: Player) -> None:
         network, count = player.network, self.counts[player.rank]
         aside = [param.grad for param in player.params]
-        backup = copy.deepcopy(network.state_dict()) if self.end.startswith("stepped") else None
         if self.end != "left" and count:
             player.optimizer.zero_grad()
         network.train(not self.evaluates)
@@ -52,13 +50,6 @@ class Probe(Action):
             _loss(player, self.way).backward()
         network.train()
         player.see_gradients()
-        if backup is not None:
-            with torch.no_grad():
-                for param in player.params:
-                    if param.grad is not None and count:
-                        param.sub_(param.grad, alpha=0.05)
-            player.see_model()
-            network.load_state_dict(backup)
         if self.end == "put aside":
             for param, gradient in zip(player.params, aside, strict=True):
                 param.grad = gradient

@@ -1,8 +1,9 @@
-"""Training: forwards, backwards, steps, and changes of the network between them."""
+"""Training: forwards, backwards, steps, and changes of the network or its wrapper between them."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from oracle import Alone
 from torch import Tensor, nn
 
 from differential.networks import BLOCKS
-from differential.program import Action, Program
+from differential.program import Action
 
 if TYPE_CHECKING:
     from differential.player import Player
@@ -63,21 +64,6 @@ class Forward(Action):
         if player.program.is_hostile or not self.grad:
             player.see("output", results[0])
         player.see_buffers()
-
-
-class ForwardsInAnyOrder(Action):
-    """Each rank runs both of its wrappers on one batch, in its own order."""
-
-    orders: tuple[tuple[int, int], ...]  # for each rank, of its two wrappers
-
-    def perform(self, player: Player) -> None:
-        wrappers = list(player.wrapped.values())
-        x = player.batch().requires_grad_()
-        for number in self.orders[player.rank]:
-            results = player.network.results(wrappers[number](x))
-            player.outputs[number] = Output(x, results)
-        for number in sorted(player.outputs):
-            player.see(f"output {number}", player.outputs[number].results[0])
 
 
 class Backward(Action):
@@ -187,10 +173,7 @@ class Clip(Action):
             nn.utils.clip_grad_value_(player.net.parameters(), 0.1)
             return
         norm = nn.utils.clip_grad_norm_(player.net.parameters(), 0.5)
-        if player.number in clips_to_rounding(player.program):
-            norm = norm.double()
-            player.see_gradients()
-        player.see("norm of the gradients", norm)
+        player.see("norm of the gradients", norm.float())
 
 
 class Step(Action):
@@ -198,9 +181,8 @@ class Step(Action):
 
     def perform(self, player: Player) -> None:
         _resolve_conjugates(player)
-        player.add_group(player.added)
+        player.add_group()
         player.optimizer.step()
-        player.add_group(player.later)
         player.see_model()
 
 
@@ -224,7 +206,7 @@ class Replace(Action):
         gone = {*player.network.blocks[self.block].parameters()}
         torch.default_generator.manual_seed(player.program.seed + player.number)
         player.network.blocks[self.block] = BLOCKS[self.kind]()
-        if player.program.groups:  # the wrapper has them from the next reduction on
+        if player.program.adds_groups:  # the wrapper has them from the next reduction on
             kept = [param for param in player.added if param not in gone]
             player.added = [*kept, *player.network.blocks[self.block].parameters()]
         else:
@@ -247,16 +229,28 @@ class Convert(Action):
             _step_with_others(player, gone)
 
 
-def clips_to_rounding(program: Program) -> list[int]:
-    """Numbers of the clips whose norm is torch's only up to rounding.
+class WrapAgain(Action):
+    """The module is wrapped again; some ranks still hold the old wrapper."""
 
-    A sharded optimizer adds in the order of its groups, torch dtype by dtype.
-    """
-    has_groups = program.groups != "all" or any(isinstance(a, Replace) for a in program.actions)
-    has_dtypes = any(" in " in kind or kind == "complex" for kind in program.network.blocks)
-    if not (program.is_sharded and (has_groups or has_dtypes)):
-        return []
-    return [number for number, action in enumerate(program.actions) if action == Clip("norm")]
+    held_by: tuple[int, ...]
+    in_a_cycle: bool = False  # whether the old one is in a reference cycle
+
+    def perform(self, player: Player) -> None:
+        old = player.wrapped.pop("main")
+        if self.in_a_cycle:
+            old.__dict__["trainer"] = [old]
+        if player.rank in self.held_by:
+            player.old_wrappers.append(old)
+        del old
+        player.wrapped["main"] = player.wrap(player.network)
+
+
+class Release(Action):
+    """Old wrappers are released."""
+
+    def perform(self, player: Player) -> None:
+        player.old_wrappers.clear()
+        gc.collect()
 
 
 def _resolve_conjugates(player: Player) -> None:

@@ -29,14 +29,6 @@ def draw(seed: int, world_size: int) -> Program:
         options = replace(options, gradient_as_bucket_view=True)
     if is_small:
         options = replace(options, bucket_cap_mb=SMALL.get(world_size))
-    is_for_stock = named.stock is None
-    steps = (
-        # After the second step gradients stay.
-        NamedStep(name, step, drops=step != 2, accumulates=accumulates and not is_for_stock)
-        for step in range(named.steps)
-    )
-    return Program(
-        *("named", seed, world_size, NetworkSpec(()), options, tuple(steps)),
-        stock=options if is_for_stock else None,
-        named=name,
-    )
+    # After the second step gradients stay.
+    steps = (NamedStep(name, step, step != 2, accumulates) for step in range(3))
+    return Program(*("named", seed, world_size, NetworkSpec(()), options, tuple(steps)), named=name)

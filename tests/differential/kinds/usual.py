@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from differential.actions import training
 from differential.actions.gradients import POST_ACCUMULATE, TENSOR
@@ -20,8 +19,8 @@ WEIGHTS = [0.0, 0.25, 1.0, 2.5, 7.0]
 def draw(seed: int, world_size: int, steps: int = 0) -> Program:
     """The program of ``seed``, the same on all ranks.
 
-    With ``steps`` it has this number of steps, and stock DDP does not play it: it may have a
-    ``reduce_dtype`` or compression, and no action that keeps more memory in each step.
+    With ``steps`` it has this number of steps, stock DDP does not play it, and no action keeps more
+    memory in each step.
     """
     return _Generator(seed, world_size, steps).program()
 
@@ -61,11 +60,8 @@ class _Generator(Chance):
         fixed = self._communication_hook or self._delays or self._is_strict
         # In join() stock gives unused parameters a gradient of zeros, and never a sparse one.
         fixed = fixed or (for_stock and (self._skips or self._is_sparse)) or options.static_graph
-        # Traces inside join() are kept to the end.
-        self._joins = not fixed and self._chance(0.15) and steps <= 30
+        self._joins = not fixed and self._chance(0.15)
         self._hooks = self._draw_hooks()
-        if steps:
-            self._options = replace(options, **self._draw_long_options())
         self._trains = {name: name not in frozen for name in self._network.names}
         self._kinds = dict(zip(self._network.names, blocks, strict=True))
         self._adds = False  # whether this step has added parameters
@@ -134,6 +130,7 @@ class _Generator(Chance):
             init_sync=self._maybe(0.15, False),
             check_finite=None if self._for_stock else self._maybe(0.15, "warn"),
             metrics=self._maybe(0.3, True),
+            lazy_bucket_allocation=self._maybe(0.3, True),
         )
 
     def _stock_options(self) -> Options:
@@ -141,17 +138,9 @@ class _Generator(Chance):
         finds = self._options.find_unused_parameters
         if finds is None:
             finds = self._skips
-        return replace(self._options, find_unused_parameters=finds, metrics=None)
-
-    def _draw_long_options(self) -> dict[str, Any]:
-        wire = self._one_of([None, None, "float16", "bfloat16"])
-        compression = self._one_of([None, "int8"]) if wire is None else None
-        plain = bool(self._communication_hook) or self._is_sparse
-        return {
-            "lazy_bucket_allocation": self._one_of([None, True]),
-            "reduce_dtype": None if plain else wire,
-            "compression": None if plain else compression,
-        }
+        return replace(
+            self._options, find_unused_parameters=finds, metrics=None, lazy_bucket_allocation=None
+        )
 
     def _draw_hooks(self) -> tuple[tuple[str, str, bool], ...]:
         names = [name for name in self._network.names if name not in self._network.frozen]
@@ -324,9 +313,7 @@ class _Generator(Chance):
         return tuple(path)
 
     def _draw_heads(self) -> tuple[int, ...]:
-        # Stock does not find unused outputs in a dataclass.
-        hidden = self._for_stock and self._network.output == "dataclass"
-        if hidden or not self._skips:
+        if not self._skips:
             return (0, 1)
         return self._one_of([(0, 1), (0, 1), (0,), (1,)])
 

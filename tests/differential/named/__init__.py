@@ -16,7 +16,6 @@ them with their outcome under stock DDP.
 from differential.named import (  # noqa: F401  each adds its programs to the table
     beyond_stock,
     changes,
-    judged_by_stock,
     no_sync,
     plain,
     requests,

@@ -1,6 +1,5 @@
 """Parameters that are frozen, unfrozen, replaced or added after wrapping."""
 
-import torch
 from oracle import Net
 from torch import nn
 
@@ -8,26 +7,10 @@ from differential.named.models import Branches, batch, branch
 from differential.named.table import RIGHT, UNUSED, WRONG, program
 
 
-@program(UNUSED, RIGHT)
-def frozen_in_turns_and_unused_on_one_rank(net: Net, rank: int, step: int) -> None:
-    branch(net, "a").requires_grad_(step % 2 == 0)
-    net(batch(), "abc" if rank else "de").sum().backward()
-
-
 @program(WRONG, WRONG, model=lambda: partly_frozen(Branches()))
 def frozen_when_wrapped_and_unfrozen_later(net: Net, rank: int, step: int) -> None:
     branch(net, "a").requires_grad_(step > 0)
     net(batch(), "abcdef").sum().backward()
-
-
-@program(RIGHT, RIGHT, Branches, Branches, reductions=(1, 1))
-def gan_with_the_judge_frozen_by_requires_grad(nets: list[Net], rank: int, step: int) -> None:
-    generator, judge = nets
-    fake = generator(batch(), "abcdef")
-    judge.requires_grad_(True)
-    (judge(fake.detach(), "abcdef").sum() - judge(batch(), "abcdef").pow(2).sum()).backward()
-    judge.requires_grad_(False)
-    judge(fake, "abcdef").pow(2).sum().backward()
 
 
 @program(WRONG, RIGHT)
@@ -56,13 +39,6 @@ def unfrozen_inside_a_window(net: Net, rank: int, step: int) -> None:
         branch(net, "a").requires_grad_(step > 0)
         net(batch(), "abcdef").sum().backward()
     net(batch(), "bcdef").sum().backward()
-
-
-@program(UNUSED, WRONG)
-def parameter_replaced(net: Net, rank: int, step: int) -> None:
-    if step == 1:
-        branch(net, "a")[0].weight = nn.Parameter(torch.full((4, 4), 0.3, dtype=torch.float64))
-    net(batch(), "abcdef").sum().backward()
 
 
 @program(WRONG, WRONG)

@@ -71,24 +71,6 @@ class OfBatches(nn.Module):
         return net(batch()).pow(2).sum()
 
 
-class Experts(OfBatches):
-    """A mixture of experts: each row of the batch goes to one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(4, 8)
-        self.experts = nn.ModuleList(small() for _ in range(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, chosen = self.gate(x).softmax(-1).max(-1)
-        outputs = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            rows = chosen == number
-            if rows.any():
-                outputs = outputs.index_put((rows,), expert(x[rows]))
-        return x + weight.unsqueeze(-1) * outputs
-
-
 class Normalized(OfBatches):
     """BatchNorm, with other statistics than at the start."""
 

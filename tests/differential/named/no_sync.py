@@ -6,7 +6,7 @@ from oracle import Net
 from torch import Tensor, nn
 
 from differential.named.models import Branches, batch
-from differential.named.table import RIGHT, TWICE, UNUSED, WRONG, program
+from differential.named.table import RIGHT, TWICE, UNUSED, program
 
 
 @program(UNUSED, RIGHT)
@@ -25,14 +25,6 @@ def no_sync_around_the_backward(net: Net, rank: int, step: int) -> None:
     with net.no_sync():
         loss.backward()
     net(batch(), "bcd").sum().backward()
-
-
-@program(TWICE, WRONG)
-def no_sync_in_the_middle_of_a_graph(net: Net, rank: int, step: int) -> None:
-    loss = net(batch(), "abc").sum()
-    with net.no_sync():
-        loss.backward(retain_graph=True)
-    loss.backward()
 
 
 @program(UNUSED, RIGHT)
@@ -81,17 +73,6 @@ def lightning_prepares_the_reducer(net: Net, rank: int, step: int) -> None:
     net.require_backward_grad_sync = True
 
 
-@program(RIGHT, RIGHT, model=PreparesInside)
-def lightning_blocks_the_synchronization(net: Net, rank: int, step: int) -> None:
-    """``block_backward_sync()`` of the strategy, around a whole training_step."""
-    net.module.wrapper = [net]
-    with net.no_sync():
-        net(batch(), "ab" if rank else "bc")
-    net.require_backward_grad_sync = True
-    net(batch(), "abcdef")
-    net.require_backward_grad_sync = True
-
-
 @program(RIGHT, TWICE)
 def accelerate_triggers_the_synchronization(net: Net, rank: int, step: int) -> None:
     """``accelerator.trigger_sync_in_backward(model)``, around the last of several backwards."""
@@ -110,33 +91,15 @@ def accelerate_triggers_the_synchronization(net: Net, rank: int, step: int) -> N
 
 
 @program(RIGHT, TWICE, reductions=2)
-def reducer_prepared_between_two_losses(net: Net, rank: int, step: int) -> None:
-    """As several losses of one graph are written for stock."""
-    output = net(batch(), "abcdef")
-    output.sum().backward(retain_graph=True)
-    if isinstance(net, nn.parallel.DistributedDataParallel):
-        net.reducer._rebuild_buckets()
-        net.reducer.prepare_for_backward([])
-    output.pow(2).sum().backward()
-
-
-def forward_inside(net: Net) -> Tensor:
-    with net.no_sync():
-        return net(batch(), "abcdef").square().sum()
-
-
-def prepare(net: Net) -> None:
-    if isinstance(net, nn.parallel.DistributedDataParallel):
-        net.reducer.prepare_for_backward([])
-
-
-@program(RIGHT, TWICE, reductions=2)
 def prepared_inside_a_window(net: Net, rank: int, step: int) -> None:
     """As sentence-transformers' GradCache does; the next microbatch is local again."""
-    forward_inside(net).backward()
-    with net.no_sync():
-        loss = net(batch(), "abcdef").square().sum()
-        prepare(net)
-        loss.backward()
-    forward_inside(net).backward()
+    for microbatch in range(3):
+        with net.no_sync():
+            loss = net(batch(), "abcdef").square().sum()
+            if microbatch == 1:
+                if isinstance(net, nn.parallel.DistributedDataParallel):
+                    net.reducer.prepare_for_backward([])
+                loss.backward()
+        if microbatch != 1:
+            loss.backward()
     net(batch(), "abcdef").square().sum().backward()

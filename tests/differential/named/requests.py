@@ -9,7 +9,6 @@ from torch import Tensor
 
 from differential.named.models import batch, branch, samples
 from differential.named.table import IN_PLACE, RIGHT, UNUSED, WRONG, program
-from tritonddp import DistributedDataParallel
 
 
 @program(UNUSED, RIGHT)
@@ -29,27 +28,11 @@ def gradient_penalty(net: Net, rank: int, step: int) -> None:
     (output.mean() + (gradient.norm() - 1).pow(2)).backward()
 
 
-@program(UNUSED, UNUSED)
-def gradient_penalty_alone(net: Net, rank: int, step: int) -> None:
-    x = batch()
-    (gradient,) = torch.autograd.grad(net(x, "abc").sum(), x, create_graph=True)
-    gradient.pow(2).sum().backward()
-
-
 @program(IN_PLACE, IN_PLACE)
 def backward_that_builds_a_graph(net: Net, rank: int, step: int) -> None:
     with warnings.catch_warnings():  # of a reference cycle, which the test runner collects
         warnings.simplefilter("ignore")
         net(batch(), "abc").pow(2).sum().backward(create_graph=True)
-
-
-@program(RIGHT, RIGHT, reductions=0)
-def autograd_grad_alone(net: Net, rank: int, step: int) -> None:
-    x = batch()
-    torch.autograd.grad(net(x, "abc").sum(), x)
-    torch.autograd.grad(net(batch(False), "abc").sum(), list(branch(net, "a").parameters()))
-    if isinstance(net, DistributedDataParallel):
-        assert all(param.grad is None for param in net.parameters())
 
 
 def add_to_grads(params: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
@@ -73,16 +56,6 @@ def gradients_by_name(net: Net, rank: int, step: int) -> None:
     made = {name: torch.full_like(params[name], 1.0 + rank + step) for name in names}
     means = net.reduce_gradients(made)
     add_to_grads(params.values(), means.values())
-
-
-@program(WRONG, WRONG, reductions=0)
-def gradients_made_by_hand(net: Net, rank: int, step: int) -> None:
-    """As evolution strategies do: ``.grad`` is filled, then reduced in place."""
-    for number, param in enumerate(net.parameters()):
-        if number % 3 != rank:
-            noise = torch.randn_like(param)
-            param.grad = noise if param.grad is None else param.grad + noise
-    net.reduce_gradients()
 
 
 @program(WRONG, WRONG)

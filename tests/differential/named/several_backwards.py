@@ -32,25 +32,12 @@ def two_forwards_then_one_backward(net: Net, rank: int, step: int) -> None:
     (net(batch(), "abc").sum() + net(batch(), "cde").sum()).backward()
 
 
-@program(UNUSED, RIGHT, reductions=3)
-def a_loss_per_microbatch(net: Net, rank: int, step: int) -> None:
-    for names in ("abc", "cd" if rank else "ce", "ab"):
-        net(batch(), names).pow(2).sum().backward()
-
-
 @program(UNUSED, RIGHT, Branches, Branches, reductions=(1, 2))
 def gan_alternation(nets: list[Net], rank: int, step: int) -> None:
     generator, judge = nets
     fake = generator(batch(), "ab")
     (judge(fake.detach(), "ab").sum() - judge(batch(), "ab").pow(2).sum()).backward()
     judge(fake, "ab").pow(2).sum().backward()
-
-
-@program(TWICE, TWICE, model=Checkpointed, reductions=2)
-def two_losses_behind_reentrant_checkpoints(net: Net, rank: int, step: int) -> None:
-    losses = [net(batch(), "aab").sum(), net(batch(), "ab").pow(2).sum()]
-    for loss in losses:
-        loss.backward()
 
 
 @program(UNUSED, TWICE, model=Checkpointed)

@@ -45,19 +45,16 @@ class Named:
 
     Attributes:
         stock: the outcome under stock DDP without ``find_unused_parameters=True``, and with it.
-            ``None`` if stock DDP is the judge.
         models: make the modules, each of which is wrapped. ``step`` receives the wrapper, or the
             list of wrappers if there are several.
     """
 
     step: Step  # one training step, without the optimizer
-    stock: tuple[str, str] | None
+    stock: tuple[str, str]
     models: tuple[Callable[[], nn.Module], ...]
     reductions: tuple[int, ...]  # how often a step reduces each of them
     options: Options  # of the wrapper
     weighted: str  # the reduction of the losses of weighted backwards, or ""
-    makes_cycles: bool  # whether it leaves reference cycles
-    steps: int
 
     def make(self) -> list[nn.Module]:
         """The same modules each time, on every rank."""
@@ -73,28 +70,24 @@ def program(
     model: Callable[[], nn.Module] = Branches,
     reductions: int | tuple[int, ...] = 1,
     weighted: str = "",
-    makes_cycles: bool = False,
-    steps: int = 3,
     **options: Any,
 ) -> Callable[[Step], Step]:
     """Decorator: the function is a named program.
 
     Args:
-        arguments: the outcome under stock DDP without and with its flag, or nothing if stock DDP
-            is the judge; then the models, if there are several.
+        arguments: the outcome under stock DDP without and with its flag; then the models, if
+            there are several.
         options: of the wrapper.
     """
-    outcomes = tuple(each for each in arguments if isinstance(each, str))
-    models = tuple(each for each in arguments if not isinstance(each, str)) or (model,)
+    without_flag, with_flag, *several = arguments
+    models = tuple(several) or (model,)
     counts = reductions if isinstance(reductions, tuple) else (reductions,) * len(models)
 
     def decorate(step: Step) -> Step:
         title = step.__name__
         assert title not in PROGRAMS, f"two programs are called {title}"
-        stock = (outcomes[0], outcomes[1]) if outcomes else None
-        PROGRAMS[title] = Named(
-            *(step, stock, models, counts, Options(**options), weighted, makes_cycles, steps)
-        )
+        stock = without_flag, with_flag
+        PROGRAMS[title] = Named(step, stock, models, counts, Options(**options), weighted)
         return step
 
     return decorate

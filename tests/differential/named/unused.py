@@ -3,27 +3,16 @@
 from modules import Withheld
 from oracle import Net
 
-from differential.named.models import Experts, Heads, batch, branch
+from differential.named.models import Heads, batch, branch
 from differential.named.table import RIGHT, TWICE, TWICE_HANGS, UNDEFINED, UNUSED, program
 
 # Unused parameters, no flag.
-
-
-@program(UNUSED, RIGHT, model=Experts)
-def mixture_of_experts(net: Net, rank: int, step: int) -> None:
-    net(batch()).pow(2).sum().backward()
 
 
 @program(UNUSED, TWICE)
 def custom_function_gives_none_on_one_rank(net: Net, rank: int, step: int) -> None:
     weight = branch(net, "c")[0].weight
     Withheld.apply(net(batch(), "ab"), weight, rank == 1).sum().backward()
-
-
-@program(UNUSED, TWICE)
-def custom_function_gives_none_on_all_ranks(net: Net, rank: int, step: int) -> None:
-    weight = branch(net, "c")[0].weight
-    Withheld.apply(net(batch(), "ab"), weight, False).sum().backward()
 
 
 @program(UNUSED, UNUSED)
@@ -48,12 +37,6 @@ def used_outside_forward_on_one_rank(net: Net, rank: int, step: int) -> None:
     if rank:
         loss = loss + branch(net, "c")[0].weight.pow(2).sum()
     loss.backward()
-
-
-@program(UNUSED, TWICE)
-def used_outside_forward_only(net: Net, rank: int, step: int) -> None:
-    net(batch(), "ab")
-    branch(net, "c")(batch()).sum().backward()
 
 
 @program(RIGHT, TWICE)

@@ -32,26 +32,16 @@ def all_weights_zero_in_the_first_step(net: Net, rank: int, step: int) -> None:
         (net(samples(3), "abcdef").pow(2).mean() * (1 if n else float("nan"))).backward()
 
 
-def weighted_window(net: Net, rank: int, step: int, reduction: str) -> None:
+@program(UNUSED, WRONG, weighted="mean")
+def weighted_windows_of_different_length(net: Net, rank: int, step: int) -> None:
     """Each rank has another number of microbatches, each microbatch another size."""
     count = 1 + (rank + step) % 3
     for number in range(count):
         n = (rank + 2 * number + step) % 4
-        loss = net(samples(n or 1), "abcdef" if number else "abc").pow(2)
-        loss = loss.sum() if reduction == "sum" else loss.mean()
+        loss = net(samples(n or 1), "abcdef" if number else "abc").pow(2).mean()
         last = number == count - 1
-        with contextlib.nullcontext() if last else net.no_sync(), net.weighted(n, reduction):
-            (loss * 0 if reduction == "sum" and n == 0 else loss).backward()
-
-
-@program(UNUSED, WRONG, weighted="mean")
-def weighted_windows_of_different_length(net: Net, rank: int, step: int) -> None:
-    weighted_window(net, rank, step, "mean")
-
-
-@program(UNUSED, WRONG, weighted="sum")
-def weighted_windows_of_sums_of_different_length(net: Net, rank: int, step: int) -> None:
-    weighted_window(net, rank, step, "sum")
+        with contextlib.nullcontext() if last else net.no_sync(), net.weighted(n):
+            loss.backward()
 
 
 @program(WRONG, WRONG, weighted="mean")
@@ -62,14 +52,6 @@ def weighted_after_a_microbatch_without_weight(net: Net, rank: int, step: int) -
         loss = net(samples(n), "abcdef").pow(2).mean()
         with contextlib.nullcontext() if number else net.no_sync(), net.weighted(n):
             loss.backward()
-
-
-@program(WRONG, WRONG, weighted="mean", reductions=2)
-def weighted_twice(net: Net, rank: int, step: int) -> None:
-    """The second mean is added to the first."""
-    for n in (1 + rank, 4 - rank):
-        with net.weighted(n):
-            net(samples(n), "abcdef").pow(2).mean().backward()
 
 
 class SharesMemory(OfBatches):

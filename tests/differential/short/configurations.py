@@ -62,35 +62,10 @@ class Hidden(Bare):
     """The output hides its tensor, and the first gradient is ready inside an inner backward."""
 
     def forward(self, x: Tensor, skips: bool = False) -> Any:
-        return SimpleNamespace(t=self.last(self.features(x, skips)))
-
-    def last(self, h: Tensor) -> Tensor:
-        return checkpoint(self.c, h, use_reentrant=True)
+        return SimpleNamespace(t=checkpoint(self.c, self.features(x, skips), use_reentrant=True))
 
     def loss_input(self, output: Any) -> Callable[[], Tensor]:
         return lambda: output.t
-
-
-class _InnerBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, layer: nn.Module, h: Tensor) -> Tensor:
-        ctx.layer, ctx.h = layer, h.detach()
-        return layer(h)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        h = ctx.h.requires_grad_()
-        h.grad = None
-        with torch.enable_grad():
-            ctx.layer(h).backward(grad)
-        return None, h.grad
-
-
-class Function(Hidden):
-    """The same with a custom function that runs a backward in its backward."""
-
-    def last(self, h: Tensor) -> Tensor:
-        return _InnerBackward.apply(self.c, h)
 
 
 class Expert(Bare):
@@ -119,7 +94,7 @@ class Cache(Bare):
 
 
 NETS: dict[str, type[Bare]] = {
-    cls.__name__.lower(): cls for cls in (Norm, Bare, Hidden, Function, Expert, Cache)
+    cls.__name__.lower(): cls for cls in (Norm, Bare, Hidden, Expert, Cache)
 }
 # The other parts of a configuration: options of both sides, and of tritonddp.
 OPTIONS: dict[str, dict[str, Any]] = {
