@@ -7,6 +7,7 @@ import re
 import signal
 import time
 import weakref
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ import launched
 import pytest
 import torch
 
+from tritonddp.cli.compare import _stopped
 from tritonddp.cli.comparison import contender, recorder
 from tritonddp.cli.comparison.contender import ENDED, FAILED, SILENT, Outcome, Played, RankEnded
 from tritonddp.cli.comparison.page import page
@@ -154,7 +156,8 @@ def test_a_contender_that_fails_alone_is_the_verdict(stock, ours, sentence, last
     assert launches.pairs[0].outcomes == outcomes
     assert next(iter(comparison.sentences)).startswith(sentence)
     assert comparison.has_findings is sentence.startswith("tritonddp failed")
-    assert comparison.has_failed is (outcomes[0].how == outcomes[1].how == FAILED)
+    assert launches.pairs[0].has_failed is (outcomes[0].how == outcomes[1].how == FAILED)
+    assert bool(_stopped(launches, 9, Namespace(within=2, seconds=120))) is (last is not None)
     assert list(last_words(comparison))[1:] == ([] if last is None else [f"    {last}"])
 
 
@@ -203,6 +206,13 @@ def test_a_script_that_ends_during_an_order_is_a_failure_or_the_end(how, error, 
 def test_two_contenders_that_make_no_further_step_have_ended(launches: Launches) -> None:
     play(launches, outcome("hangs 60"), outcome("hangs 60"))
     assert launches._most == 60  # the next launches end there
+
+
+def test_the_error_of_the_first_rank_that_fails_is_shown(tmp_path: Path) -> None:
+    log, own = tmp_path / "log", "[rank1]: ValueError: bad sample 1234"
+    log.write_text("\n".join(["[rank1]: Traceback", own, *["[rank0]: line"] * 50, "last"]))
+    shown = contender.Contender.last_lines(mock.Mock(_log=log)).splitlines()
+    assert (shown[0], shown[-1], len(shown)) == (own, "last", 1 + contender._LINES)
 
 
 def test_ranks_write_their_stacks_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

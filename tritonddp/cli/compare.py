@@ -81,7 +81,7 @@ def main(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("tritonddp compare: interrupted", file=sys.stderr)
         return 130
-    return 1 if comparison.has_findings else 3 if comparison.has_failed else 0
+    return 1 if comparison.has_findings else 3 if comparison.launches.pairs[-1].has_failed else 0
 
 
 def _compared(arguments: argparse.Namespace) -> Comparison:
@@ -165,6 +165,8 @@ def _stopped(launches: Launches, fitting: int, arguments: argparse.Namespace) ->
     times, pair = launches.times, launches.pairs[-1]
     if pair.time is None and pair.outcomes is not None:
         return "Times were not compared."
+    if pair.has_failed:
+        return "The script fails with both contenders: correct it, then compare again."
     if not times:
         return ""
     ratio = Ratio.over(times)

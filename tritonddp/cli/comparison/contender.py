@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -27,10 +28,11 @@ from tritonddp.cli.terminal import Progress
 
 OURS = "tritonddp"
 ENDED, STOPPED, FAILED, SILENT = "ended", "was stopped", "failed", "hangs"
-_LINES, _WIDTH = 25, 80  # of a log: lines shown after a failure, characters of the last one
+_LINES, _WIDTH = 20, 80  # of a log: lines shown after a failure, characters of the last one
 # Output of torchrun.
 _NOISE = ("torch/distributed/elastic", "*****", "Setting OMP_NUM_THREADS")
 _TORCHRUNS = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
+_RAISED = re.compile(r"(\[rank\d+\]: )+[\w.]+(Error|Exception): ")
 # Seconds for torchrun to end after its script. It waits 30 s for ranks that do not exit.
 _ENDING = 40.0
 _SECONDS_FOR_STACK = 0.3  # for each rank; otherwise the lines of two would mix
@@ -239,14 +241,18 @@ class Contender:
             time.sleep(_SECONDS_FOR_STACK)
 
     def last_lines(self) -> str:
-        """Return the last lines that the script printed."""
+        """Return the errors of ranks and the last lines that the script printed.
+
+        The first rank that fails has often printed its traceback before the others.
+        """
         printed = self._log.read_text(errors="replace")
         # torchrun's own report of a failure says less than the script's report, and is longer.
         before, found, _ = printed.partition(_TORCHRUNS)
         if found:
             before = before.rpartition("Traceback (most recent call last):")[0]
         lines = [each for each in before.splitlines() if not any(map(each.__contains__, _NOISE))]
-        return "\n".join(lines[-_LINES:])
+        errors = filter(_RAISED.match, lines[:-_LINES])
+        return "\n".join([*errors, *lines[-_LINES:]])
 
     def last_line(self) -> str:
         """Return the last line, as the end of a sentence."""

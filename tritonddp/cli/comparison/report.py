@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import tritonddp
-from tritonddp.cli.comparison.contender import FAILED, SILENT, Outcome
+from tritonddp.cli.comparison.contender import SILENT, Outcome
 from tritonddp.cli.comparison.turns import WARMUP, Launches
 from tritonddp.cli.comparison.values import DIFFERENT, IDENTICAL, ROUNDING, Finding, judge
 from tritonddp.cli.comparison.verdict import CONFIDENCE, Launch, Ratio
@@ -20,7 +20,7 @@ from tritonddp.cli.terminal import cpu_model
 from tritonddp.coordination.processes import usable_cores
 
 _NAMED = 3  # maximum number of parameters in a message
-_LINES, _WIDTH = 12, 240  # of the last output of a script, and characters in each line
+_WIDTH = 240  # maximum number of characters in a line of the last output of a script
 # Shorter parts of a step, in seconds or as a share of the step, have no ratio, because it would be
 # noise.
 _LEAST_SECONDS, _LEAST_SHARE = 50e-6, 0.01
@@ -187,11 +187,6 @@ class Comparison:
         return [header, *(row.cells() for row in self.rows)]
 
     @property
-    def has_failed(self) -> bool:
-        """Whether the script itself failed, with both contenders."""
-        return self.outcomes is not None and all(each.how == FAILED for each in self.outcomes)
-
-    @property
     def has_findings(self) -> bool:
         """Whether the contenders differ, or the second is slower, or only the second fails."""
         is_slower = self.ratio is not None and self.ratio.is_slower
@@ -243,13 +238,12 @@ def text(comparison: Comparison) -> Iterator[str]:
 
 def last_words(comparison: Comparison) -> Iterator[str]:
     """Yield the last output of the first contender that did not end properly."""
-    if comparison.is_ours_alone_right is None and not comparison.has_failed:
+    if comparison.is_ours_alone_right is None and not comparison.launches.pairs[-1].has_failed:
         return
     for label, outcome in zip(comparison.launches.labels, comparison.outcomes or (), strict=False):
         if not outcome.is_right:
             yield f"The last lines of {label}:"
-            lines = outcome.last.splitlines()
-            yield from (f"    {line[:_WIDTH]}" for line in lines[-_LINES:])
+            yield from (f"    {line[:_WIDTH]}" for line in outcome.last.splitlines())
             return
 
 

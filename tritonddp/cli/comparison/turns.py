@@ -90,6 +90,11 @@ class Pair:
         first, second = self.first.outcome, self.second.outcome
         return None if first is None or second is None else (first, second)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the script itself failed, with both contenders."""
+        return self.outcomes is not None and all(each.how == FAILED for each in self.outcomes)
+
 
 class _NotInTurns(Exception):
     """The script cannot be compared in turns. The results so far are in ``pair``, if any."""
