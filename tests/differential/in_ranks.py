@@ -109,6 +109,7 @@ def play_recorded(seeds: Sequence[int], per_host: int = 0) -> None:
     Raises:
         RuntimeError: a GPU might compute something else.
     """
+    import torch._dynamo  # torch would import it in the first program, whose tensors it would keep
     from recording.device import recording  # and Triton, which no other program needs
 
     logging.getLogger("tritonddp").setLevel(logging.ERROR)
