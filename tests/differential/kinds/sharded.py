@@ -45,10 +45,14 @@ def _actions(program: Program, chance: random.Random) -> Iterator[Action]:
     # A gradient that is ready before its backward is noticed cannot be told from an earlier mean.
     is_late = any(getattr(each, "decayed", "") for each in program.actions)
     for action in program.actions:
+        # Without weight on any rank, the plain wrapper also sets earlier means to zero.
+        drops_means = isinstance(action, Backward) and not any(action.weights or (1,))
         if isinstance(action, ZeroGrad):
             has_means = False
             action = replace(action, set_to_none=action.set_to_none or is_late)
-        elif isinstance(action, Backward) and (action.local or is_late) and has_means:
+        elif (
+            isinstance(action, Backward) and (action.local or is_late or drops_means) and has_means
+        ):
             has_means = not action.local
             yield ZeroGrad(True, False)  # else the next reduction is an error
         elif isinstance(action, Backward | ReduceGradients):
