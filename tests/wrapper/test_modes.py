@@ -1,7 +1,4 @@
-"""Wrapping in a mode of torch has no effect on later steps.
-
-``tests/differential/actions/modes.py`` covers forwards in modes.
-"""
+"""Wrapping and steps in a mode of torch."""
 
 import contextlib
 from collections.abc import Callable
@@ -13,6 +10,8 @@ import torch.distributed as dist
 from distributed import ranks
 from modules import normed
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 from training import assert_close, assert_gradients_alike, default_dtype, drawn, gradients
 
 from tritonddp import DistributedDataParallel
@@ -80,6 +79,18 @@ def test_wrapping_in_a_mode_has_no_effect(option: str) -> None:
         with context():
             ddp = DistributedDataParallel(module, **OPTIONS[option])
         assert_close(train(ddp), wanted, mode)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@ranks(2)
+def test_a_mode_that_the_first_forward_runs_in_has_no_effect_later(option: str) -> None:
+    """What the wrapper creates in the first forward is kept for later steps."""
+    wanted = train(DistributedDataParallel(Net(), **OPTIONS[option]))
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)):
+        ddp = DistributedDataParallel(Net(), **OPTIONS[option]).eval()
+        with mode:
+            ddp(drawn(6, 8))
+        assert_close(train(ddp.train()), wanted, type(mode).__name__)
 
 
 @ranks(2)
