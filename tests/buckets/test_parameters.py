@@ -1,6 +1,7 @@
 """Parameters that are frozen, unfrozen, replaced or added after the module was wrapped."""
 
 import copy
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -144,3 +145,17 @@ def test_a_head_that_is_added_to_a_frozen_model_is_reduced(rank: int, view: bool
         (head(ddp(batch(step))).sum() * (1 + rank)).backward()
         assert head.bias.grad.tolist() == [4.5]
         assert_same_on_all_ranks([head.weight.grad])
+
+
+@ranks(1)
+def test_the_wrapper_does_not_keep_a_buffer_with_a_graph_alive() -> None:
+    """``torch.func.functional_call`` replaces buffers by such tensors for one forward."""
+    module = nn.BatchNorm1d(3)
+    parameters = DistributedDataParallel(module)._ddp_state.core.parameters
+    for _ in range(2):
+        module.running_mean = torch.ones(3, requires_grad=True) * 2
+        assert parameters.buffers()[0][1] is module.running_mean
+        held = weakref.ref(module.running_mean)
+        module.running_mean = torch.ones(3)
+        assert held() is None
+        assert parameters.buffers()[0][1] is module.running_mean

@@ -227,6 +227,8 @@ def test_ranks_write_their_stacks_one_after_the_other(monkeypatch: pytest.Monkey
 
 # The recorder
 
+TIMES = "began", "communication", "overlap", "forward", "backward"
+
 
 @pytest.mark.parametrize(
     ("events", "kinds", "backwards"),
@@ -265,3 +267,15 @@ def test_steps_are_those_of_the_optimizer_or_else_backwards(events, kinds, backw
     assert [each["backwards"] for each in sent] == backwards
     is_by_backward = kinds[0] == "u" and "s" in kinds and "O" not in events
     assert made._steps == kinds.count("s") + is_by_backward  # the first backward was one, too
+
+
+def test_the_time_to_read_the_parts_of_a_step_does_not_count(monkeypatch) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr(recorder, "time", mock.Mock(perf_counter=lambda: next(seconds)))
+    monkeypatch.setattr(recorder, "logged_times", lambda model: dict.fromkeys(TIMES, 1))
+    model, made = torch.nn.Linear(1, 1), recorder.Recorder({})
+    made._models.append(weakref.ref(model))
+    made._start_clock()
+    made._note_parts()
+    assert made._began == 1  # 0 at the start, and one second to read
+    assert made._parts == {"forward": 1, "backward": 1, "exposed": 0}

@@ -308,3 +308,12 @@ def test_a_program_that_ends_early_leaves_the_number_of_its_backwards(tmp_path: 
     done = played(textwrap.dedent(script), tmp_path, nproc=2)
     numbers = "rank 1 has run 1 fewer reduced backwards than this rank (2; this rank: 3)"
     assert numbers in done.stderr
+
+
+def test_without_a_thread_there_is_no_watch() -> None:
+    wrapper: Any = mock.Mock(group=SimpleNamespace(size=2, rank=0, process_group=None))
+    start = mock.patch.object(hang._Watch, "start", side_effect=RuntimeError("no more threads"))
+    watch = mock.patch.object(hang, "_watch", None)
+    with watch, seconds("1"), start, logged(logging.WARNING) as kept:
+        hang.watch(wrapper)
+    assert "hangs are not watched: no more threads" in kept.lines()[-1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from distributed import assert_same_bits, gather, ranks
 from logged import logged
-from modules import mlp
+from modules import OnDemand, mlp
 from torch import nn
 from training import (
     assert_close,
@@ -155,3 +155,13 @@ def test_a_backward_that_bypasses_the_outputs_has_its_weight(rank: int, view: bo
             weight.sum().backward()
     ddp.reduce_gradients()
     assert_close(weight.grad, (kept + 1) / 3)
+
+
+@ranks(2)
+def test_a_parameter_that_no_microbatch_uses_has_no_gradient() -> None:
+    ddp = wrap(OnDemand())
+    for weight, context in ((3, ddp.no_sync()), (2, ddp.no_sync()), (1, nullcontext())):
+        with context, ddp.weighted(weight):
+            ddp(torch.randn(4, 3)).sum().backward()
+    assert_gradients_alike(ddp)
+    assert ddp.module.extra.weight.grad is None
