@@ -270,7 +270,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             if rank == 0:
                 torch.save(optimizer.state_dict(), "optimizer.pt")  # where all ranks can read it
             dist.barrier()
-            optimizer.load_state_dict(torch.load("optimizer.pt"))
+            optimizer.load_state_dict(torch.load("optimizer.pt", weights_only=True))
         """
         if not 0 <= to < self._group.size:
             raise ValueError(f"to should be a rank from 0 to {self._group.size - 1}, got {to}")
