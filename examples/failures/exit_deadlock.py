@@ -2,7 +2,7 @@
 
 pytorch/pytorch#182083 (2026): a thread of gloo needs the interpreter lock to release the last
 backward's context. The main thread holds this lock while the destructor of DDP's reducer waits for
-the thread to end. About one exit in five hangs with torch 2.13, so this script repeats the exit.
+the thread to end. With torch 2.13, one exit of a few hangs, so this script repeats the exit.
 """
 
 import faulthandler
