@@ -5,6 +5,7 @@ Training loops freeze, unfreeze, replace and add parameters after a model was wr
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress, count
 from operator import attrgetter, is_, is_not, methodcaller
@@ -146,7 +147,7 @@ class ModuleParameters:
         self._group = group
         self.number = -1
         self._bucketed: dict[Parameter, str] = {}
-        self._tensors: dict[Parameter, int] = {}  # the C++ tensor of each bucketed parameter
+        self._tensors = array("Q")  # the C++ tensor of each bucketed parameter
         count_swaps()
         self.swaps_seen = swaps[0]
         self._schemas: dict[tuple[bool, ...], bytes] = {}  # by requires_grad of all parameters
@@ -178,8 +179,9 @@ class ModuleParameters:
 
     def set_bucketed(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
         """Record that these parameters, and no others, are in buckets now."""
+        known = dict(zip(self._bucketed, self._tensors, strict=True))
         self._bucketed = dict(zip(params, names, strict=True))
-        self._tensors = {each: self._tensors.get(each, tensor_behind(each)) for each in params}
+        self._tensors = array("Q", [known.get(each, tensor_behind(each)) for each in params])
         self._kinds = _Kinds(params)
         self._sort()
 
@@ -283,7 +285,7 @@ class ModuleParameters:
         """
         if self.swaps_seen == swaps[0]:
             return
-        for param, tensor in self._tensors.items():
+        for param, tensor in zip(self._bucketed, self._tensors, strict=True):
             if tensor_behind(param) != tensor:
                 raise RuntimeError(
                     f"{where()}: torch.utils.swap_tensors replaced the tensor of parameter "

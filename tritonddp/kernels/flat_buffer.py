@@ -16,6 +16,7 @@ Offsets and sizes are in elements of the buffer's dtype, the *wire* dtype.
 from __future__ import annotations
 
 import copy
+from array import array
 from collections.abc import Iterable, Sequence
 from ctypes import string_at
 from dataclasses import dataclass, replace
@@ -47,6 +48,11 @@ def shared(values: Iterable[T]) -> list[T]:
     """
     known: dict[T, T] = {}
     return [known.setdefault(value, value) for value in values]
+
+
+def addresses_of(tensors: Iterable[Tensor]) -> array[int]:
+    """Return the addresses, in 8 bytes each."""
+    return array("q", list(map(Tensor.data_ptr, tensors)))
 
 
 @dataclass(frozen=True)
@@ -205,7 +211,7 @@ class FlatBuffer:
         self.flags = self.trailer[: len(layout.numels)]
         self.headers = self.trailer[len(layout.numels) :]
         self.views: list[Tensor] = list(map(self.tensor_at, range(len(layout.numels))))
-        self.addresses = list(map(Tensor.data_ptr, self.views))  # last known addresses
+        self.addresses = addresses_of(self.views)  # last known addresses
 
     @property
     def memory(self) -> list[Tensor]:
@@ -234,7 +240,7 @@ class FlatBuffer:
             is_elsewhere = view.numel() and view.data_ptr() != self.data.data_ptr() + offset
             if is_elsewhere and view.shape == self.layout.shapes[slot]:
                 view.data = self.tensor_at(slot).copy_(view)
-        self.addresses = list(map(Tensor.data_ptr, self.views))
+        self.addresses = addresses_of(self.views)
 
     def part(self, first: int, last: int) -> Any:
         """Return slots ``[first, last)`` as a separate flat buffer in the same storage."""

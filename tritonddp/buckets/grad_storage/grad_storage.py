@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tritonddp._device import record_use
-from tritonddp.kernels.flat_buffer import Layout
+from tritonddp.kernels.flat_buffer import Layout, addresses_of
 
 if TYPE_CHECKING:
     from tritonddp.buckets.bucket import Bucket, Segment
@@ -91,7 +91,7 @@ class GradStorage:
         bucket.counters.flattens += 1
         views = self.views_of(bucket)[first:last]
         # Code that sets .data of a gradient (module.to(), for example) has moved the view itself.
-        if views and list(map(Tensor.data_ptr, views)) != bucket.flat.addresses[first:last]:
+        if views and addresses_of(views) != bucket.flat.addresses[first:last]:
             bucket.flat.restore_views()
         if False in used:
             for slot, flag in enumerate(used):

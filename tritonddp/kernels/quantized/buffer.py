@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonddp.kernels.flat_buffer import FlatBuffer, Layout, round_up
+from tritonddp.kernels.flat_buffer import FlatBuffer, Layout, addresses_of, round_up
 from tritonddp.kernels.quantized.code import BLOCK, INT8, BlockCode
 
 # Alignment in elements of exact gradients, and of the parts of them that ranks own, so that the
@@ -275,7 +275,7 @@ class QuantizedBuffer(FlatBuffer):
         self.flags = trailer[:slots]
         self.headers = trailer[slots:]
         self.views: list[Tensor] = []  # on the CPU only
-        self.addresses: list[int] = []
+        self.addresses = addresses_of(())
         self.data = self.message
         if device.type == "cpu":
             self.data = torch.zeros(self.layout.numel, dtype=dtype, device=device)

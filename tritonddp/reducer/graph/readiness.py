@@ -7,11 +7,11 @@ whole bucket.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import count
 from operator import is_
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -88,9 +88,8 @@ class GradientLog:
         self._listener = listener
         self._hook = cast(Any, partial(_first_gradient, listener))
         self.set_hook: Callable[[tuple[Any, ...]], None] = self._hook.__setstate__
-        self._handles = _registered(self._hook, params)
         # Parameters may outlive the wrapper. Their autograd nodes and the end hooks do not.
-        self.remove = weakref.finalize(self, _remove_all, self._handles)
+        self.remove = weakref.finalize(self, _Hooks(self._hook, params).remove)
         self.remove.atexit = False
 
     def note(self, param: Tensor) -> None:
@@ -235,7 +234,8 @@ class ReadyTracker:
     def remove(self) -> None:
         """Remove all hooks."""
         self.gradients.remove()
-        _remove_all(self._end_hooks.values())
+        for handle in self._end_hooks.values():
+            handle.remove()
         self._end_hooks.clear()
 
     def let_go(self) -> None:
@@ -358,14 +358,13 @@ class WatchedParameters:
 
     def __init__(self, reference: weakref.ref[Any]) -> None:
         self._hook: Any = partial(_first_gradient, reference)
-        self._handles: list[_Handle] = []
+        self._hooks = _Hooks(self._hook, ())
 
     def watch(self, params: Sequence[Parameter]) -> None:
         """Watch these parameters, trainable or frozen, and no others."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._hooks.remove()
         with as_trainable(params):
-            self._handles = _registered(self._hook, params)
+            self._hooks = _Hooks(self._hook, params)
 
 
 def _first_gradient(listener: weakref.ref[Listener], param: Tensor) -> None:
@@ -399,20 +398,18 @@ def _gradient_on_stream(
         others[:] = streams[1:]
 
 
-class _Handle(NamedTuple):
-    """A hook that is registered on a parameter."""
+class _Hooks:
+    """A hook that is registered on each of ``params``."""
 
-    hooks: dict[int, Any]
-    key: int
+    def __init__(self, hook: Any, params: Sequence[Parameter]) -> None:
+        # Two lists take 16 bytes for each parameter, a handle takes 64.
+        self._tables: list[dict[int, Any]] = []
+        self._keys: list[int] = []
+        for param in params:
+            table, key = register_post_accumulate_grad_hook(param, hook)
+            self._tables.append(table)
+            self._keys.append(key)
 
     def remove(self) -> None:
-        self.hooks.pop(self.key, None)
-
-
-def _registered(hook: Any, params: Sequence[Parameter]) -> list[_Handle]:
-    return [_Handle(*register_post_accumulate_grad_hook(param, hook)) for param in params]
-
-
-def _remove_all(handles: Iterable[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+        for table, key in zip(self._tables, self._keys, strict=False):
+            table.pop(key, None)
