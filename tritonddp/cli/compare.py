@@ -81,7 +81,7 @@ def main(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("tritonddp compare: interrupted", file=sys.stderr)
         return 130
-    return 1 if comparison.has_findings else 3 if comparison.launches.pairs[-1].has_failed else 0
+    return 1 if comparison.has_findings else 3 if comparison.has_failed else 0
 
 
 def _compared(arguments: argparse.Namespace) -> Comparison:

@@ -74,6 +74,11 @@ class Comparison:
         """Outcomes of the last launch, if it was a whole launch."""
         return self.launches.pairs[-1].outcomes
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the script itself failed in the last launch."""
+        return self.launches.pairs[-1].has_failed
+
     @cached_property
     def is_ours_alone_right(self) -> bool | None:
         """Whether only the second contender ended properly; None if both or neither did."""
@@ -238,7 +243,7 @@ def text(comparison: Comparison) -> Iterator[str]:
 
 def last_words(comparison: Comparison) -> Iterator[str]:
     """Yield the last output of the first contender that did not end properly."""
-    if comparison.is_ours_alone_right is None and not comparison.launches.pairs[-1].has_failed:
+    if comparison.is_ours_alone_right is None and not comparison.has_failed:
         return
     for label, outcome in zip(comparison.launches.labels, comparison.outcomes or (), strict=False):
         if not outcome.is_right:
