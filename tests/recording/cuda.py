@@ -17,7 +17,6 @@ from recording.recorder import Recorder, Timeline
 from tritonddp import _device, _torch
 
 DEVICE = torch.device("cuda", 0)
-_CAPABILITY = (9, 0)
 _FAR_BEHIND = 3  # steps
 _CUDA = 1  # torch's number of the device type
 
@@ -32,15 +31,12 @@ def patched(recorder: Recorder) -> Iterator[None]:
 
         device_index, device_type = 0, _CUDA
 
-        def __init__(
-            self,
-            device: Any = None,
-            timeline: Timeline | None = None,
-            stream_id: int | None = None,
-            **_: Any,
-        ) -> None:
-            if stream_id is not None:
-                (timeline,) = (each for each in recorder.streams if each.number == stream_id)
+        def __init__(self, _: Any = None, **options: Any) -> None:
+            """As in torch, with ``stream_id``; or the stream of ``timeline``."""
+            timeline = options.get("timeline")
+            if "stream_id" in options:
+                number = options["stream_id"]
+                (timeline,) = (each for each in recorder.streams if each.number == number)
             self.timeline = timeline or recorder.new_stream("side stream")
             self.device = DEVICE
             self.stream_id = self.timeline.number
@@ -143,16 +139,11 @@ def patched(recorder: Recorder) -> Iterator[None]:
         return mock.patch.object(recorder, "current", timeline)
 
     def synchronize(device: Any = None) -> None:
-        clock: dict[Timeline, int] = {}
-        for each in recorder.streams:
-            clock.update({each: each.now})
+        clock = {each: each.now for each in recorder.streams}
         recorder.host_waits(clock, "torch.cuda.synchronize")
 
     def reset_peak(device: Any = None) -> None:
         recorder.peak = recorder.nbytes
-
-    def sleep(cycles: int) -> None:
-        recorder.run(recorder.current, "sleep")
 
     properties = SimpleNamespace(
         name="recorded",
@@ -170,7 +161,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
         "graph": graph,
         "stream": stream,
         "synchronize": synchronize,
-        "_sleep": sleep,
+        "_sleep": lambda cycles: recorder.run(recorder.current, "sleep"),
         "empty_cache": lambda: None,
         "memory_allocated": lambda device=None: recorder.nbytes,
         "max_memory_allocated": lambda device=None: recorder.peak,
@@ -183,7 +174,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
         "current_device": lambda: 0,
         "device_count": lambda: 1,
         "device": lambda device: contextlib.nullcontext(),
-        "get_device_capability": lambda device=None: _CAPABILITY,
+        "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: properties,
         "is_current_stream_capturing": lambda: recorder.capturing,
     }

@@ -120,22 +120,18 @@ def _place(file: str) -> str | None:
     return "" if file.startswith(_PASSED) or "/unittest/" in file else None
 
 
-def by_package() -> bool:
-    """Whether the package itself runs this, not a module that it calls."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (place := _place(frame.f_code.co_filename)) is not None:
-        if place:
-            return True
-        frame = frame.f_back
-    return False
-
-
 def package_stack() -> str:
-    """The four innermost frames of the package, the last one first."""
+    """The four innermost frames of the package, the last one first.
+
+    Empty if the package does not run this itself, but a module that it calls.
+    """
     frames: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(frames) < 4:
-        if place := _place(frame.f_code.co_filename):
+        place = _place(frame.f_code.co_filename)
+        if place is None and not frames:
+            break
+        if place:
             frames.append(f"{place}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return " < ".join(frames)
@@ -146,7 +142,6 @@ class Recorder:
 
     Attributes:
         races: accesses without an order, memory that is freed too early, and other errors of a GPU.
-        rounded: zero-dimensional operands that lost precision.
         waits: of the host for the device, in code of the package.
         launches: kernels and operations of torch on the device, by name, called by the package.
         collectives: their numbers, by name.
@@ -163,7 +158,6 @@ class Recorder:
         self.streams = [self.default]
         self.live: dict[int, Memory] = {}
         self.races: list[str] = []
-        self.rounded: list[str] = []
         self.waits: list[Wait] = []
         self.launches: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
@@ -204,8 +198,7 @@ class Recorder:
 
     def host_waits(self, clock: dict[Timeline, int], what: str, age: int = 0) -> None:
         """Let the host wait until the device has completed ``clock``."""
-        if by_package():
-            stack = package_stack()
+        if stack := package_stack():
             ahead = self.default.now - clock.get(self.default, 0)
             self.waits.append(Wait(what, stack, age, ahead))
             if self.capturing:
@@ -240,7 +233,7 @@ class Recorder:
         if not is_pinned:
             self.nbytes += nbytes
             self.peak = max(self.peak, self.nbytes)
-            memory.is_packages = by_package()
+            memory.is_packages = bool(package_stack())
             memory.accesses = [  # any freed memory of the pool may be reused here
                 each._replace(first=0, end=nbytes)
                 for each in self._left_behind.pop(self.current, ())
@@ -310,7 +303,7 @@ class Recorder:
         self.host.step()
         timeline.join(self.host.clock)
         timeline.step()
-        if by_package():
+        if package_stack():
             self.launches[what] += 1
 
     def report(self) -> str:
