@@ -1,18 +1,38 @@
-"""The flatten kernel, in Triton's interpreter, and its twin in plain torch."""
+"""Flat buffers, their device tables, and the flatten kernel.
+
+The kernel runs in Triton's interpreter.
+"""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from poisoned import assert_gaps_intact, assert_same_bits, dense, embedded_flat, raw, values
+from poisoned import assert_gaps_intact, assert_same_bits, dense, embedded_flat, values
 
 from tritonddp.kernels import launch, reference
-from tritonddp.kernels.flat_buffer import DTYPES
+from tritonddp.kernels.complex import ComplexBuffer
+from tritonddp.kernels.device_tables import DeviceTables
+from tritonddp.kernels.dispatch import select
+from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout
 from tritonddp.kernels.flatten import FLAG_BLOCK, flatten
 
 # The interpreter uses numpy, which warns about infinities and NaNs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+CPU = torch.device("cpu")
 WIRE = pytest.mark.parametrize("wire", DTYPES, ids=str)
+
+
+def test_a_part_of_a_complex_buffer_is_the_same_memory():
+    layout = Layout.of([(3,), (2, 2), (5,)], [(1,), (2, 1), (1,)], alignment=1)
+    flat = ComplexBuffer(layout, torch.complex64, CPU)
+    grads = [torch.randn(2, 2, dtype=torch.complex64), torch.randn(5, dtype=torch.complex64)]
+    flat.data.zero_()
+    select(CPU, torch.complex64).flatten(flat.part(1, 3), grads, [True, True], 1.0)
+    assert torch.equal(flat.views[0], torch.zeros(3))
+    assert all(map(torch.equal, flat.views[1:], grads))
+    flat.write_trailer([True, False, True], b"")
+    assert flat.flags.tolist() == [1, 0, 1]
 
 
 @WIRE
@@ -50,13 +70,44 @@ def test_flags_of_several_programs_and_of_empty_gradients_are_written(wire):
     memory.assert_guards_intact("the flat buffer")
 
 
-def test_a_part_writes_only_its_own_flags():
-    flat, memory = embedded_flat([dense([20])] * 3, torch.float32, headers=5)
-    before = raw(flat.data).clone()
-    part = flat.part(1, 2)
-    flatten(part, [torch.ones(20)], [True], 1.0)
-    assert flat.flags[1] == 1
-    raw(flat.data)[flat.layout.flags_offset + 1] = before[flat.layout.flags_offset + 1]
-    flat.views[1].copy_(before.view(torch.float32)[32:52])
-    assert torch.equal(raw(flat.data), before)
-    memory.assert_guards_intact("the flat buffer")
+# Device tables: rows of chunks, addresses, uploads
+
+
+def flat_of(numels, headers=0) -> FlatBuffer:
+    return embedded_flat([dense([numel]) for numel in numels], torch.float32, headers=headers)[0]
+
+
+def test_offsets_of_more_than_32_bits_do_not_wrap():
+    # Only the layout is used: nothing is allocated.
+    layout = Layout.of([(2**33 - 1,), (5,)], [(1,), (1,)], 16)
+    rows = DeviceTables(flat_of([3]))._rows(SimpleNamespace(layout=layout), 2**20)
+    assert rows[-2].tolist() == [0, 2**33 - 2**20, 2**33 - 2**20, 2**20 - 1]
+    assert rows[-1].tolist() == [1, 0, 2**33, 5]
+
+
+@pytest.mark.parametrize("slots", [1, 17, 256])
+def test_changed_addresses_are_arguments_of_a_launch_and_not_uploaded(slots):
+    tables = DeviceTables(flat_of([4] * slots, headers=2))
+    memory = torch.ones(2, slots, 4)
+    tables.update([None] * slots, [True] * slots, 1 / 3, b"\1\2")
+    rest = tables.dynamic[slots:].clone()
+    before, launches = tables.uploads, launch.launches
+    for number, grads in enumerate([memory[0], memory[1], memory[0]]):
+        missing = [*grads[1:], None] if number == 2 else list(grads)
+        tables.update(missing)
+        expected = [0 if grad is None else grad.data_ptr() for grad in missing]
+        assert tables.dynamic[:slots].tolist() == tables.addresses == expected
+        assert torch.equal(tables.dynamic[slots:], rest)
+    assert tables.uploads == before
+    assert tables.moves == launch.launches - launches == 3
+    tables.update(list(memory[1]), [False] * slots)  # flags have changed, too
+    assert tables.uploads == before + 1
+
+
+def test_more_addresses_than_a_launch_may_have_arguments_are_uploaded():
+    tables = DeviceTables(flat_of([1] * 257))
+    memory = torch.ones(2, 257, 1)
+    for grads in memory:
+        tables.update(list(grads), [True] * 257, 1.0)
+        assert tables.dynamic[:257].tolist() == [grad.data_ptr() for grad in grads]
+    assert (tables.uploads, tables.moves) == (2, 0)
