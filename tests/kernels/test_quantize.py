@@ -1,6 +1,7 @@
 """The quantizing kernels, in Triton's interpreter, and their twins: bits and rounding errors."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from tritonddp.kernels import launch
 from tritonddp.kernels.quantized import reference
-from tritonddp.kernels.quantized.code import BLOCK, INT8
+from tritonddp.kernels.quantized.code import BLOCK, INT4, INT8, BlockCode
 from tritonddp.kernels.quantized.dequantize import dequantize
 from tritonddp.kernels.quantized.quantize import QuantizedTables, quantize
 from tritonddp.kernels.quantized.reduce_parts import reduce_parts
@@ -209,3 +210,36 @@ def test_a_block_that_is_too_small_for_a_scale_is_sent_as_zeros_and_stays_in_the
     ((result,),) = all_reduce(flats, [[torch.full((BLOCK,), value)]])
     assert result.count_nonzero() == 0
     assert torch.equal(flats[0].residuals.sent, torch.full((1, BLOCK), value))
+
+
+# Codes of blocks
+
+CODES = pytest.mark.parametrize("code", [INT8, INT4], ids=lambda code: code.name)
+IN_TRITON = SimpleNamespace(quantize=quantize, reduce_parts=reduce_parts, dequantize=dequantize)
+
+
+@CODES
+def test_each_number_is_read_as_it_was_written(code: BlockCode) -> None:
+    numbers = torch.arange(-code.limit, code.limit + 1).repeat(2 * BLOCK)[: 3 * BLOCK].view(3, -1)
+    codes, found = torch.empty(3, code.nbytes, dtype=code.dtype), torch.empty_like(numbers)
+    code.write(codes, numbers)
+    code.read(found, codes)
+    assert torch.equal(found, numbers)
+
+
+@CODES
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_have_the_same_bits_on_all_ranks_and_in_torch_and_triton(
+    code: BlockCode, ranks: int
+) -> None:
+    torch.manual_seed(0)
+    like = [torch.empty(700), torch.empty(30), torch.empty(3_000)]
+    flats = [quantized_buffers(like, [True, False, True], ranks, code=code) for _ in range(2)]
+    for _ in range(3):  # with residuals of the step before
+        grads = [[torch.randn_like(each) for each in like] for _ in range(ranks)]
+        mine = all_reduce(flats[0], grads, kernels=reference)
+        for each in (*mine, *all_reduce(flats[1], grads, kernels=IN_TRITON)):
+            assert all(map(torch.equal, each, mine[0]))
+        exact = [sum(each[slot] for each in grads) for slot in range(3)]
+        torch.testing.assert_close(mine[0][1], exact[1])
+        assert 0 < (mine[0][2] - exact[2]).norm() < 4 / code.limit * mine[0][2].norm()
