@@ -19,10 +19,9 @@ def test_small_buckets_take_one_round(view: bool) -> None:
     options: dict[str, Any] = {"transport": "process_group", "gradient_as_bucket_view": view}
     for size, name in ((most, "all_to_all_single"), (most + 1, "all_reduce")):
         ddp = DistributedDataParallel(Squares(size), **options)
-        for _ in range(3):
-            train_step(ddp, loss=torch.sum)
-        with recorded_collectives() as calls, counted(ddp) as found:
-            train_step(ddp, loss=torch.sum)
+        for _ in range(4):
+            with recorded_collectives() as calls, counted(ddp) as found:
+                train_step(ddp, loss=torch.sum)
         nbytes = 4 * (size + 1 + headers)
         assert calls.names == [name]
         assert found.collectives == 1
