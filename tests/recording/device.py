@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from versions import COLLECTS_LIVE_STORAGES
 
 from recording import autograd, cuda, kernels, nccl
-from recording.recorder import Memory, Recorder, Timeline, extent, package_stack, tensors_in
+from recording.recorder import DEVICE, Memory, Recorder, Timeline, extent, package_stack, tensors_in
 from tritonddp import _torch
 
 # Methods that read a tensor on the host without an operation that is dispatched.
@@ -261,7 +261,7 @@ class _Appearance(TorchFunctionMode):
         if name == "__get__":
             attribute = getattr(func.__self__, "__name__", "")
             if attribute in ("device", "is_cpu", "is_cuda") and device.has(args[0]):
-                return cuda.DEVICE if attribute == "device" else attribute == "is_cuda"
+                return DEVICE if attribute == "device" else attribute == "is_cuda"
             return func(*args, **kwargs)
         if name in ("to", "cpu", "cuda") and isinstance(args[0], Tensor):
             return self._to(name, args[0], [*args[1:]], dict(kwargs))
@@ -299,9 +299,9 @@ class _Appearance(TorchFunctionMode):
         """Run ``tensor.to(*rest, **options)``, or ``cpu`` or ``cuda``."""
         device, cpu, copies = self._device, torch.device("cpu"), options.pop("copy", False)
         if name != "to":
-            rest = [cpu if name == "cpu" else cuda.DEVICE]
+            rest = [cpu if name == "cpu" else DEVICE]
         elif rest and isinstance(rest[0], Tensor):
-            rest[:1] = [cuda.DEVICE if device.has(rest[0]) else cpu, rest[0].dtype]
+            rest[:1] = [DEVICE if device.has(rest[0]) else cpu, rest[0].dtype]
         if len(rest) > 3:  # copy as a positional argument
             copies = rest.pop(3)
         target, dtype, non_blocking, _ = torch._C._nn._parse_to(*rest, **options)
@@ -350,7 +350,7 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
     )
 
     def record_stream(tensor: Tensor, stream: Any) -> None:
-        device.guard([tensor], stream.timeline)
+        device.guard([tensor], stream)
 
     def metadata(tensor: Tensor) -> dict[str, Any]:
         # Checkpoints compare it inside operations, which no mode sees, and outside of them.

@@ -24,6 +24,7 @@ from torch import Tensor
 
 import tritonddp
 
+DEVICE, CUDA = torch.device("cuda", 0), 1  # the number is of the device type
 PACKAGE = str(Path(tritonddp.__file__).parent)
 # The frames of these files are between a caller and the recorder.
 _PASSED = (
@@ -36,15 +37,34 @@ _PASSED = (
 
 
 class Timeline:
-    """A stream, or the host."""
+    """A stream, with the methods of ``torch.cuda.Stream``, or the host."""
 
     _numbers = itertools.count(1)
+    device, device_index, device_type = DEVICE, 0, CUDA
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, recorder: Recorder) -> None:
         self.name = name
-        self.number = next(self._numbers)
+        self.recorder = recorder
+        self.stream_id = self.cuda_stream = next(self._numbers)
         self.now = 0
         self.clock: dict[Timeline, int] = {self: 0}
+
+    def wait_stream(self, other: Timeline) -> None:
+        self.join(other.clock)
+
+    def wait_event(self, event: Any) -> None:
+        self.join(event.clock)
+
+    def record_event(self, event: Any = None) -> Any:
+        event = event or torch.cuda.Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.recorder.host_waits(self.clock, "a stream's synchronize")
+
+    def query(self) -> bool:
+        return self.recorder.host.knows_all(self.clock)
 
     def step(self) -> int:
         """Queue a piece of work."""
@@ -152,8 +172,8 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self.host = Timeline("the host")
-        self.default = Timeline("the default stream")
+        self.host = Timeline("the host", self)
+        self.default = Timeline("the default stream", self)
         self.current = self.default
         self.streams = [self.default]
         self.live: dict[int, Memory] = {}
@@ -172,7 +192,7 @@ class Recorder:
     # Timelines
 
     def new_stream(self, name: str) -> Timeline:
-        stream = Timeline(f"{name} {len(self.streams)}")
+        stream = Timeline(f"{name} {len(self.streams)}", self)
         self.streams.append(stream)
         return stream
 
