@@ -35,8 +35,7 @@ USUAL_PAIRS += [(tl.float32, tl.bfloat16), (tl.bfloat16, tl.float32)]
 # For the kernels that quantize: dtype of gradients, whether they are aligned, error feedback.
 USUAL_GRADIENTS = [(tl.float32, True, True), (tl.bfloat16, False, True)]
 ALL_GRADIENTS = [
-    *((dtype, True, True) for dtype in (tl.float16, tl.bfloat16, tl.float32)),
-    *((dtype, False, True) for dtype in (tl.float16, tl.bfloat16, tl.float32)),
+    *itertools.product((tl.float16, tl.bfloat16, tl.float32), (True, False), (True,)),
     *((dtype, True, False) for dtype in (tl.float32, tl.bfloat16)),
 ]
 # For the kernel that sums: number of ranks, error feedback.

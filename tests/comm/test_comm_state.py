@@ -1,7 +1,6 @@
 """``comm_state_dict()``: a new wrapper that loads it continues with the same bits."""
 
 import io
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -36,34 +35,32 @@ class Net(nn.Module):
         return self.last(self.middle(self.first(x).relu()).relu())
 
 
-def step(net: Any, seed: int, weighted: bool = False) -> None:
+def step(net: Any, seed: int) -> None:
     """One step of gradient descent; ranks have other inputs, and other numbers of them."""
     items = 3 + 5 * dist.get_rank()
-    inputs = drawn(items, 7, step=seed)
     net.zero_grad()
-    with net.weighted(items) if weighted else nullcontext():
-        net(inputs).pow(2).mean().backward()
+    with net.weighted(items):
+        net(drawn(items, 7, step=seed)).pow(2).mean().backward()
     descend(net, 0.05)
 
 
-def wrapped(module: nn.Module, how: str, options: dict[str, Any]) -> Any:
+def wrapped(module: nn.Module, how: str) -> Any:
     if "hosts" not in how:
-        return in_rings(module, **options)  # whose sums depend on the order of buckets
+        return in_rings(module, **CASES[how])  # whose sums depend on the order of buckets
     with on_hosts(2):
-        return DistributedDataParallel(module, process_group=dist.new_group(), **options)
+        return DistributedDataParallel(module, process_group=dist.new_group(), **CASES[how])
 
 
-def bits(how: str, options: dict[str, Any], renews: bool = True, loads: bool = True) -> Any:
+def bits(how: str, renews: bool = True, loads: bool = True) -> Any:
     """Parameters and gradients after each step.
 
     Args:
-        how: may contain "weighted" and "hosts".
+        how: one of ``CASES``.
         renews: another wrapper continues after ``SAVED`` steps.
         loads: it loads the state.
     """
     torch.manual_seed(0)
-    net = wrapped(Net(), how, options)
-    result = []
+    net, result = wrapped(Net(), how), []
     for seed in range(STEPS):
         if seed == SAVED and renews:
             memory = io.BytesIO()
@@ -73,10 +70,10 @@ def bits(how: str, options: dict[str, Any], renews: bool = True, loads: bool = T
             torch.manual_seed(1)
             module = Net()
             module.load_state_dict(saved)
-            net = wrapped(module, how, options)
+            net = wrapped(module, how)
             if loads:
                 net.load_comm_state_dict(state)
-        step(net, seed, "weighted" in how)
+        step(net, seed)
         tensors = [each for p in net.parameters() for each in (p.detach(), p.grad)]
         result.append(torch.cat([tensor.flatten() for tensor in tensors]))
     return result
@@ -85,7 +82,7 @@ def bits(how: str, options: dict[str, Any], renews: bool = True, loads: bool = T
 SMALL = {"bucket_cap_mb": 0.001}
 CASES: dict[str, dict[str, Any]] = {
     "views": {**SMALL, "gradient_as_bucket_view": True},
-    "weighted fp16": {"reduce_dtype": torch.float16},
+    "fp16": {"reduce_dtype": torch.float16},
     "int8": {"compression": "int8"},
     "hosts, sums": {"compression": Int8(error_feedback="sums"), "bucket_cap_mb": 0.01},
 }
@@ -94,11 +91,11 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("how", CASES)
 @ranks(4)
 def test_a_new_wrapper_with_the_state_continues_with_the_same_bits(how: str) -> None:
-    expected, found = (bits(how, CASES[how], renews) for renews in (False, True))
+    expected, found = (bits(how, renews) for renews in (False, True))
     assert_same_bits(found, expected, "step")
     assert_same_on_all_ranks(found, "steps")
     if "hosts" not in how:
-        without = bits(how, CASES[how], loads=False)
+        without = bits(how, loads=False)
         assert not torch.equal(without[SAVED], expected[SAVED]), "nothing to prove"
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
 from modules import OnDemand, Squares
+from recording.device import recording
 from torch import Tensor, nn
 from training import assert_close, drawn, gradients, train_step
 
@@ -58,8 +59,8 @@ def step(ddp: Any, number: int, leaves_out: bool = False) -> list[Tensor | None]
     return gradients(ddp)
 
 
-def assert_equal_steps(ddp: Any, *numbers: int) -> None:
-    for number in numbers:
+def assert_equal_steps(ddp: Any) -> None:
+    for number in range(3):
         assert_same_on_all_ranks(step(ddp, number), f"step {number}")
 
 
@@ -116,7 +117,7 @@ def test_gradient_views_are_in_the_memory_that_the_ranks_share() -> None:
 
     with in_two_shots(), mock.patch.object(Memory, "create", noted):
         ddp = net(**VIEWS, bucket_cap_mb=4e-3, forward_sync_buffers=False)
-        assert_equal_steps(ddp, 0, 1, 2)
+        assert_equal_steps(ddp)
     (memory,) = made
     buckets = ddp.reducer.buckets
     assert len(buckets) > 2
@@ -135,47 +136,42 @@ def test_gradient_views_may_be_changed_while_another_rank_is_late(rank: int) -> 
         original = getattr(rank_buffers.Shares, late)
 
         def slow(*args: Any, original: Any = original, **options: Any) -> None:
-            time.sleep(0.1)
+            time.sleep(0.1 * rank)
             original(*args, **options)
 
-        with in_two_shots():
+        with in_two_shots(), mock.patch.object(rank_buffers.Shares, late, slow):
             ddp = net(**VIEWS)
-            with mock.patch.object(rank_buffers.Shares, late, slow if rank == 1 else original):
-                for number, theirs in enumerate(expected):
-                    mine = step(ddp, number)
-                    for param in ddp.parameters():
-                        if param.grad is not None:
-                            param.grad.fill_(torch.nan)
-                            param.grad.zero_()
-                    time.sleep(0.02 * rank)
-                    assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+            for number, theirs in enumerate(expected):
+                mine = step(ddp, number)
+                for param in ddp.parameters():
+                    if param.grad is not None:
+                        param.grad.fill_(torch.nan)
+                        param.grad.zero_()
+                time.sleep(0.02 * rank)
+                assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 # Connections
 
 
 DENIED = OSError(1, "Operation not permitted")
-# For each patch of rank 1: whether it is a failure, the text that is logged, and the patch.
-REFUSALS: dict[str, tuple[bool, str, Callable[[], Any]]] = {
+# What rank 1 cannot do, the text that is logged, and its level on rank 0.
+REFUSALS: dict[str, tuple[Any, str, int]] = {
     "environment": (
-        False,
-        "rank 1: TRITONDDP_PEER_MEMORY is 0",
-        lambda: mock.patch.dict(os.environ, {"TRITONDDP_PEER_MEMORY": "0"}),
+        mock.patch.dict(os.environ, {"TRITONDDP_PEER_MEMORY": "0"}),
+        *("rank 1: TRITONDDP_PEER_MEMORY is 0", logging.DEBUG),
     ),
     "another host": (
-        False,
-        "the host of rank 0 has 2 and the host of rank 1 has 1",
-        lambda: mock.patch.object(connect, "_host", return_value="elsewhere"),
+        mock.patch.object(connect, "_host", return_value="elsewhere"),
+        *("the host of rank 0 has 2 and the host of rank 1 has 1", logging.DEBUG),
     ),
     "no sockets": (
-        True,
-        "rank 1: no connections between the ranks of a host",
-        lambda: mock.patch.object(connect, "_listener", side_effect=DENIED),
+        mock.patch.object(connect, "_listener", side_effect=DENIED),
+        *("rank 1: no connections between the ranks of a host", logging.WARNING),
     ),
     "no connection": (
-        True,
-        "rank 0: rank 1 has not connected within 1 s",
-        lambda: mock.patch.object(connect, "_check_user", side_effect=PermissionError("not mine")),
+        mock.patch.object(connect, "_check_user", side_effect=DENIED),
+        *("rank 0: rank 1 has not connected within 1 s", logging.WARNING),
     ),
 }
 
@@ -183,20 +179,19 @@ REFUSALS: dict[str, tuple[bool, str, Callable[[], Any]]] = {
 @pytest.mark.parametrize("how", REFUSALS)
 @ranks(3)
 def test_if_one_rank_cannot_share_memory_all_use_the_process_group(rank: int, how: str) -> None:
-    is_failure, why, refuse = REFUSALS[how]
+    refused, why, level_of_rank_0 = REFUSALS[how]
     log = logging.getLogger("tritonddp.comm.host.peer_memory")
-    patience = 1.0 if how == "no connection" else connect._CONNECTING
     with (
-        refuse() if rank == 1 else contextlib.nullcontext(),
+        refused if rank == 1 else contextlib.nullcontext(),
         mock.patch.object(log, "log") as logs,
-        mock.patch.object(connect, "_CONNECTING", patience),
+        mock.patch.object(connect, "_CONNECTING", 1.0),
     ):
         ddp = net()
-        assert_equal_steps(ddp, 0, 1, 2)
+        assert_equal_steps(ddp)
         assert is_shared(ddp) == {False}
         assert logs.call_count == 1
         level, text, arguments = logs.call_args.args
-        assert level == (logging.WARNING if is_failure and rank == 0 else logging.DEBUG)
+        assert level == (logging.DEBUG if rank else level_of_rank_0)
         assert why in text % arguments
         required = net(transport="peer_memory")
         with pytest.raises(RuntimeError, match="transport='auto'"):
@@ -212,40 +207,37 @@ def test_errors_of_the_option() -> None:
         pytest.raises(ValueError, match="transport='peer_memory' requires a gloo process group"),
     ):
         net(transport="peer_memory")
+    with recording():
+        module = nn.Sequential(nn.Linear(2, 2).to("cuda"), nn.Linear(2, 2))
+        with pytest.raises(ValueError, match="On GPUs NCCL uses peer memory itself"):
+            DistributedDataParallel(module, transport="peer_memory")
 
 
 @ranks(2)
 def test_connections_of_strangers_and_of_other_users_are_refused() -> None:
     """One sends nothing, one sends a wrong greeting, and one claims to be a rank."""
     meet = connect._meet
-    strangers: list[socket.socket] = []
+    strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)]
 
     def with_strangers(group: Any, ranks: Any, listener: Any, *arguments: Any) -> None:
-        strangers.extend(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3))
         for stranger in strangers:
             stranger.connect(listener.getsockname())
         strangers[1].send(b"let me in")
         strangers[2].send(connect._HELLO.pack(1, bytes(32)))
         meet(group, ranks, listener, *arguments)
-        assert len(arguments[-1]) == 1
 
     with mock.patch.object(connect, "_meet", with_strangers):
         ddp = net()
-        assert_equal_steps(ddp, 0, 1, 2)
+        assert_equal_steps(ddp)
         assert is_shared(ddp) == {True}
-    assert len(strangers) == 3
     for stranger in strangers:
         stranger.settimeout(5)
         with stranger, contextlib.suppress(ConnectionError):
             assert stranger.recv(1) == b""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with one, other:
+    is_other_user = mock.patch.object(os, "geteuid", return_value=os.geteuid() + 1)
+    with one, other, is_other_user, pytest.raises(PermissionError, match=r"of user \d+"):
         connect._check_user(one)
-        with (
-            mock.patch.object(os, "geteuid", return_value=os.geteuid() + 1),
-            pytest.raises(PermissionError, match=r"belongs to a process of user \d+"),
-        ):
-            connect._check_user(one)
 
 
 # Messages
@@ -281,45 +273,29 @@ def test_more_messages_than_a_connection_holds(rank: int) -> None:
     assert unsent <= {peers.READ}
 
 
-@pytest.fixture
-def a_pair() -> Iterator[tuple[Any, Any, socket.socket]]:
-    """Yield a wait point of rank 0, its connection to rank 1, and the other end of it."""
+def test_a_closed_connection_and_memory_that_cannot_be_mapped_are_errors() -> None:
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     group = mock.MagicMock(size=2, rank=0)
     found = peers.Peers(group, connect.Neighbors({1: one}, Hosts.of([[0, 1]], 0)), mock.Mock())
-    yield peers.WaitPoint(1, found), found.others[0], other
-    found.close()
-    other.close()
-
-
-def test_messages_that_a_rank_sent_before_its_end_count(a_pair: Any) -> None:
-    """They count even if it left a message unread, which the kernel reports first."""
-    point, peer, other = a_pair
+    point, (peer,) = peers.WaitPoint(1, found), found.others
+    other.send(peers.MESSAGE.pack(peers.HANDED, 1, 0, 1, 8))
+    point.at(1).wait_for(peers.HANDED)
+    assert peer.handed == {1: "memory of rank 1 cannot be mapped: no descriptor was received"}
+    small = Memory.create(8)
+    socket.send_fds(other, [peers.MESSAGE.pack(peers.HANDED, 1, 0, 2, 2**20)], [small.descriptor])
+    point.at(2).wait_for(peers.HANDED)
+    assert "smaller than the 1048576 bytes announced" in peer.handed[1]
     for number in (1, 2):
         other.send(peers.MESSAGE.pack(peers.PACKED, 1, 0, number, 8))
-    peer.send(b"never read")
+    peer.send(b"never read")  # so the kernel reports a reset before the messages
     other.close()
-    point.seq = 1
-    point.wait_for(peers.PACKED)
+    point.at(1).wait_for(peers.PACKED)
     peer.send(b"the other end is closed")
-    point.seq = 2
-    point.wait_for(peers.PACKED)
-    point.seq = 3
+    point.at(2).wait_for(peers.PACKED)
     with pytest.raises(peers.PeerError, match="rank 1 has closed its connection"):
-        point.wait_for(peers.PACKED)
+        point.at(3).wait_for(peers.PACKED)
     assert not peer.is_open
-
-
-def test_memory_without_a_descriptor_or_smaller_than_announced_is_an_error(a_pair: Any) -> None:
-    point, peer, other = a_pair
-    point.seq = 1
-    other.send(peers.MESSAGE.pack(peers.HANDED, 1, 0, 1, 8))
-    point.wait_for(peers.HANDED)
-    assert peer.handed == {1: "memory of rank 1 cannot be mapped: no descriptor was received"}
-    point.seq, memory = 2, Memory.create(8)
-    socket.send_fds(other, [peers.MESSAGE.pack(peers.HANDED, 1, 0, 2, 2**20)], [memory.descriptor])
-    point.wait_for(peers.HANDED)
-    assert "smaller than the 1048576 bytes announced" in peer.handed[1]
+    found.close()
 
 
 @ranks(2, views=True)
@@ -332,12 +308,12 @@ def test_after_a_disagreement_no_rank_overwrites_memory_that_another_one_still_r
         assert is_shared(ddp) == {True}
         wait = MemoryExchange.wait
 
-        def waits_late(*args: Any) -> None:
-            time.sleep(1)
+        def wait_late(*args: Any) -> None:
+            time.sleep(rank)
             wait(*args)
 
         with (
-            mock.patch.object(MemoryExchange, "wait", waits_late if rank == 1 else wait),
+            mock.patch.object(MemoryExchange, "wait", wait_late),
             ddp.weighted(3) if rank == 0 else contextlib.nullcontext(),
             pytest.raises(RuntimeError, match="only some ranks use a weighted mean"),
         ):
@@ -369,6 +345,6 @@ def test_memory_is_shared_once_fewer_file_descriptors_are_in_flight(rank: int) -
 
     with mock.patch.object(socket, "send_fds", send_later):
         ddp = net(bucket_cap_mb=1e-3)
-        assert_equal_steps(ddp, 0, 1, 2)
+        assert_equal_steps(ddp)
     assert not refusals
     assert is_shared(ddp) == {True}

@@ -42,7 +42,7 @@ def test_buckets_are_in_registered_memory(view: bool) -> None:
 
     usual = play(Program(options))
     with registering(allocate):
-        found = play(Program({**OPTION, **options}, after=nets.append))
+        found = play(Program(OPTION | options, after=nets.append))
     assert not found.recorder.races, found.recorder.report()
     assert found.recorder.launches == usual.recorder.launches
     assert found.recorder.collectives == usual.recorder.collectives
@@ -67,40 +67,28 @@ def test_errors_if_a_group_or_a_rank_has_no_registered_memory(rank: int) -> None
         DistributedDataParallel(nn.Linear(2, 2), **OPTION)
 
 
-def _group(**methods: Any) -> Any:
+def group_with(**methods: Any) -> Any:
     """A process group whose backend can allocate memory."""
     backend = SimpleNamespace(supports_tensor_alloc=bool, mem_allocator="NCCL's", **methods)
     return SimpleNamespace(_get_backend=lambda _: backend)
 
 
 def test_the_pool_is_registered_as_a_symmetric_window_before_it_allocates() -> None:
-    events: list[object] = []
+    device, cuda, calls = torch.device("cpu"), mock.MagicMock(), mock.MagicMock()
 
-    class Pool:
-        def __init__(self, allocator: str) -> None:
-            events.append(allocator)
+    def register(pool: Any, symm: bool = False) -> None:
+        cuda.register(pool, symm)
 
-    @contextlib.contextmanager
-    def use(pool: Pool, device: torch.device) -> Iterator[None]:
-        events.append((type(pool), device))
-        yield
-
-    def register(pool: Pool, symm: bool = False) -> None:
-        events.append((type(pool), symm))
-
-    def register_before_2_9(pool: Pool) -> None:
-        raise AssertionError
-
-    device = torch.device("cpu")
-    with (
-        mock.patch.object(torch.cuda, "MemPool", Pool),
-        mock.patch.object(torch.cuda, "use_mem_pool", use),
-    ):
-        for group in (_group(register_mem_pool=register_before_2_9), _group()):
+    with mock.patch.multiple(torch.cuda, MemPool=cuda.MemPool, use_mem_pool=cuda.use):
+        before_2_9 = group_with(register_mem_pool=lambda pool: calls())
+        for group in (before_2_9, group_with()):
             assert formats.registered_memory(group, device) is None
-        events.clear()
-        allocate = formats.registered_memory(_group(register_mem_pool=register), device)
+        assert not calls.called
+        cuda.reset_mock()
+        allocate = formats.registered_memory(group_with(register_mem_pool=register), device)
         assert allocate is not None
         memory = allocate(12)
     assert (memory.dtype, memory.shape) == (torch.uint8, (12,))
-    assert events == ["NCCL's", (Pool, True), (Pool, device)]
+    pool, expected = cuda.MemPool.return_value, mock.call
+    order = [expected.MemPool("NCCL's"), expected.register(pool, True), expected.use(pool, device)]
+    assert cuda.mock_calls[:3] == order

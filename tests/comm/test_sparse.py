@@ -47,6 +47,7 @@ class Tables(nn.Module):
 
 def other_counts_and_tables(net: Any, rank: int, step: int) -> None:
     """The table ``sometimes`` is used by one rank or by none."""
+    net.zero_grad(set_to_none=step != 2)
     net(1 + 3 * rank, step % 2 == rank).backward()
 
 
@@ -56,8 +57,6 @@ def test_the_mean_of_sparse_gradients(view: bool) -> None:
     alone = one_per_rank(module)
     ddp = wrap(module, view, bucket_cap_mb=1e-4)
     for step in range(4):
-        for net in (*alone, ddp):
-            net.zero_grad(set_to_none=step != 2)
         play(partial(other_counts_and_tables, step=step), ddp, alone, step)
         assert_mean(ddp, alone, f"step {step}")
 
@@ -77,8 +76,6 @@ def test_sparse_gradients_do_not_go_through_a_communication_hook(view: bool) -> 
     ddp.register_comm_hook(None, doubled)
     for step in range(3):
         calls.clear()
-        for net in (*alone, ddp):
-            net.zero_grad()
         play(partial(other_counts_and_tables, step=step), ddp, alone, step)
         for param in module.parameters():
             if param.grad is not None and not param.grad.is_sparse:
@@ -118,11 +115,11 @@ def test_nothing_is_exchanged_if_no_rank_has_rows(rank: int) -> None:
     for _ in range(2):
         train_step(ddp, torch.empty(0, dtype=torch.int64), loss=torch.sum)
     with counted(ddp) as found:
-        ddp(torch.empty(0, dtype=torch.int64)).sum().backward()
+        train_step(ddp, torch.empty(0, dtype=torch.int64), loss=torch.sum)
     assert found.collectives == 1
     assert ddp.module.weight.grad._nnz() == 0
     with counted(ddp) as found:
-        ddp(torch.tensor([rank])).sum().backward()
+        train_step(ddp, torch.tensor([rank]), loss=torch.sum)
     assert found.collectives == 2
     assert ddp.module.weight.grad.to_dense().sum(1).tolist()[:3] == [1.5, 1.5, 0]
     (mean,) = ddp.reduce_gradients([ddp.module.weight.grad])
@@ -157,10 +154,9 @@ def test_rows_of_many_tables_share_messages(most: int) -> None:
     ddp = DistributedDataParallel(module)
     with mock.patch.object(sparse, "_MOST_NBYTES", most):
         for step in range(3):
-            for net in (*alone, ddp):
-                net.zero_grad()
 
             def use(net: Any, rank: int, step: int = step) -> None:
+                net.zero_grad()
                 net((rank + step) % 3).backward()
 
             with counted(ddp) as found:
@@ -177,13 +173,11 @@ def test_rows_of_many_tables_share_messages(most: int) -> None:
 
 @ranks(2, views=True)
 def test_a_sparse_gradient_of_a_layer_that_was_dense_is_named(view: bool) -> None:
-    model = nn.Embedding(ROWS, 3)
-    ddp = wrap(model, view)
-    ddp(torch.tensor([1])).sum().backward()
-    model.sparse = True
-    ddp.zero_grad()
+    ddp = wrap(nn.Embedding(ROWS, 3), view)
+    train_step(ddp, torch.tensor([1]))
+    ddp.module.sparse = True
     with pytest.raises(RuntimeError, match=r"rank \d, step 2: .*'weight'.*sparse=True"):
-        ddp(torch.tensor([1])).sum().backward()
+        train_step(ddp, torch.tensor([1]))
 
 
 @ranks(2)
@@ -197,7 +191,6 @@ def test_a_failed_backward_gives_nan_to_the_others(rank: int, view: bool) -> Non
     module = Tables()
     ddp = wrap(module, view, bucket_cap_mb=1e-4)
     for step in range(3):
-        ddp.zero_grad()
         with breaking_off(module.late.weight, step == 1 and rank == 1):
-            ddp(2 + rank).backward()
+            train_step(ddp, 2 + rank, loss=torch.sum)
         assert rank or module.words.weight.grad.coalesce().values().isnan().all() == (step == 1)

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from distributed import assert_same_bits, gather, ranks
 from modules import Given, linears
 from on_hosts import on_hosts
-from oracle import seed
-from quantized_ranks import all_reduce, quantized_buffers
+from quantized_ranks import Simulated
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from training import assert_gradients_alike, counted, drawn, gradients, left_of, train_step
@@ -30,7 +29,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"reduce_dtype": torch.bfloat16},
     "fp16": {"reduce_dtype": torch.float16},
 }
-PER_HOST = 2  # ranks
 
 
 def wrapped(module: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -48,9 +46,10 @@ def is_in_two_levels(ddp: DistributedDataParallel) -> bool:
 # Bits
 
 SHAPES = [(700, 50), (60, 50), (60,), (40, 60), (1, 5), (40, 40), (345, 3)]
+QUANTIZED = [f"params.{number}" for number in (0, 1, 3, 5, 6)]
 
 
-def given(rank: int, step: int, dtype: torch.dtype) -> list[Tensor | None]:
+def given(rank: int, step: int, dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
     """The gradients of a rank, some of them unused. The first step leaves no residuals: zeros."""
     if step == 0:
         return [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
@@ -61,94 +60,52 @@ def given(rank: int, step: int, dtype: torch.dtype) -> list[Tensor | None]:
     return [None if n in unused else grad.to(dtype) for n, grad in enumerate(grads)]
 
 
-class Expected:
-    """The sums of hosts of ``PER_HOST`` ranks, parameter by parameter, in one process."""
-
-    def __init__(self, reduce_dtype: torch.dtype, compression: Any = None) -> None:
-        self.dtype, self.compression = reduce_dtype, compression
-        self.hosts = dist.get_world_size() // PER_HOST
-        feedback = getattr(compression, "error_feedback", True)
-        self.flats = [
-            quantized_buffers(
-                [torch.empty(shape)],
-                [len(shape) > 1 and shape[0] * shape[1] >= 1024],
-                self.hosts,
-                feedback=bool(feedback),
-                is_direct=self.hosts == 2,
-            )
-            for shape in SHAPES
-        ]
-        if feedback == "sums":
-            for flat in itertools.chain(*self.flats):
-                flat.residuals.sent = None
-
-    def means(self, of_ranks: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-        found: list[Tensor | None] = []
-        for flats, grads in zip(self.flats, zip(*of_ranks, strict=True), strict=True):
-            sums = [self._sum(grads[at : at + PER_HOST]) for at in range(0, len(grads), PER_HOST)]
-            if all(each is None for each in sums):
-                found.append(None)
-            elif self.compression is not None:
-                used = [[each is not None] for each in sums]
-                found.append(all_reduce(flats, [[each] for each in sums], used)[0][0])
-            else:
-                total = sum(each.to(self.dtype).float() for each in sums if each is not None)
-                found.append(total if self.hosts == 2 else total.to(self.dtype).float())
-        return found
-
-    def _sum(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """The sum of one host, in the order of its ranks."""
-        scale = 1 / dist.get_world_size()
-        there = [each.float() * scale for each in grads if each is not None]
-        return sum(there[1:], there[0]) if there else None
+def sums(
+    of_ranks: Sequence[Sequence[Tensor | None]], scale: float, dtype: torch.dtype = torch.float32
+) -> list[Tensor | None]:
+    """For each parameter, the sum of the gradients in rank order, each scaled and rounded."""
+    found: list[Tensor | None] = []
+    for grads in zip(*of_ranks, strict=True):
+        terms = [(each.float() * scale).to(dtype).float() for each in grads if each is not None]
+        found.append(sum(terms[1:], terms[0]) if terms else None)
+    return found
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 @ranks(4, 6)
-def test_gradients_have_the_bits_of_one_process(name: str) -> None:
-    options = OPTIONS[name]
+def test_gradients_have_the_bits_of_one_process(rank: int, name: str) -> None:
+    options, size = OPTIONS[name], dist.get_world_size()
+    hosts, feedback = size // 2, getattr(options.get("compression"), "error_feedback", True)
     # A gradient of bf16 may be scaled in bf16, which rounds 1/6 of it, but not 1/4.
-    other = torch.bfloat16 if dist.get_world_size() == 4 else torch.float32
+    other = torch.bfloat16 if size == 4 else torch.float32
     for dtype, view, cap in ((torch.float32, False, 0.01), (other, True, 25.0)):
-        with on_hosts(PER_HOST):
+        wire = options.get("reduce_dtype", dtype)
+        kind = {"world_size": hosts, "feedback": bool(feedback), "is_direct": hosts == 2}
+        twins = Simulated(Given(*SHAPES).named_parameters(), QUANTIZED, **kind)
+        if feedback == "sums":
+            for flat in itertools.chain(*twins.flats):
+                flat.residuals.sent = None
+        with on_hosts(2):
             module = Given(*SHAPES, dtype=dtype)
             ddp = wrapped(module, gradient_as_bucket_view=view, bucket_cap_mb=cap, **options)
-            expected = Expected(**{"reduce_dtype": dtype, **options})
             for step in range(5):
+                of_ranks = [given(each, step, dtype) for each in range(size)]
                 ddp.zero_grad()
-                of_ranks = [given(rank, step, dtype) for rank in range(dist.get_world_size())]
-                ddp(*of_ranks[dist.get_rank()]).backward()
-                means = [None if m is None else m.to(dtype) for m in expected.means(of_ranks)]
-                assert_same_bits(gradients(ddp), means, f"{dtype}, view={view}, step {step}")
+                ddp(*of_ranks[rank]).backward()
+                of_hosts = [sums(of_ranks[at : at + 2], 1 / size) for at in range(0, size, 2)]
+                if "compression" in options:
+                    means = twins.means(of_hosts, scale=1.0)
+                else:
+                    means = sums(of_hosts, 1.0, wire)
+                    if hosts > 2:
+                        means = [None if each is None else each.to(wire) for each in means]
+                expected = [None if each is None else each.to(dtype) for each in means]
+                assert_same_bits(gradients(ddp), expected, f"{dtype}, view={view}, step {step}")
                 assert_gradients_alike(ddp)
             assert is_in_two_levels(ddp)
 
 
 # Placement and bytes
-
-
-class Net(nn.Module):
-    """Quantized and exact parameters. Each rank leaves out some of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(40, 3)
-        self.middle = nn.Linear(60, 40)
-        self.some = nn.Linear(40, 40)
-        self.never = nn.Linear(40, 40)
-        self.first = nn.Linear(50, 60)
-
-    def forward(self, rank: int, step: int) -> Tensor:
-        seed(rank, step)
-        x = torch.tanh(self.middle(torch.tanh(self.first(torch.randn(8, 50)))))
-        if (rank, step % 3) in ((0, 0), (3, 1)):
-            x = torch.tanh(self.some(x))
-        return self.last(x).square().mean()
-
-
-def loss_of(ddp: DistributedDataParallel, step: int) -> Tensor:
-    ddp.zero_grad()
-    return ddp(dist.get_rank(), step)
 
 
 @ranks(3)
@@ -157,10 +114,10 @@ def test_hosts_of_unequal_size_use_the_process_group(rank: int) -> None:
         found: list[list[Any]] = [[], []]
         for transport, grads in zip(("auto", "process_group"), found, strict=True):
             with mock.patch.object(connect, "_host", return_value=f"host {rank // 2}"):
-                torch.manual_seed(0)
-                ddp = wrapped(Net(), transport=transport, **options)
+                ddp = wrapped(Given(*SHAPES), transport=transport, **options)
                 for step in range(4):
-                    loss_of(ddp, step).backward()
+                    ddp.zero_grad()
+                    ddp(*given(rank, step)).backward()
                     grads.append(gradients(ddp))
             for bucket in ddp._ddp_state.core.manager.current.buckets:
                 assert not isinstance(bucket.exchange, MemoryExchange)
@@ -172,14 +129,13 @@ def test_hosts_of_unequal_size_use_the_process_group(rank: int) -> None:
 @ranks(6)
 def test_bytes_that_a_host_sends(per_host: int) -> None:
     """``2 (H - 1) / H`` of the bytes of the gradients, for any number of ranks a host."""
-    hosts, width, layers = dist.get_world_size() // per_host, 512, 3
+    hosts, width, layers = 6 // per_host, 512, 3
     for name, options in OPTIONS.items():
         with on_hosts(per_host):
             ddp = wrapped(linears(*[width] * (layers + 1), bias=False), bucket_cap_mb=25, **options)
-            for _ in range(3):
-                ddp(torch.randn(2, width)).square().mean().backward()
-            with counted(ddp) as found:
-                ddp(torch.randn(2, width)).square().mean().backward()
+            for _ in range(4):
+                with counted(ddp) as found:
+                    train_step(ddp, torch.randn(2, width))
         assert found.collectives == len(ddp.reducer.buckets)
         sent = gather(found.sent_bytes)
         size = {"plain": 4, "bf16": 2, "fp16": 2}.get(name, 1 + 4 / 256)
@@ -231,14 +187,14 @@ def test_a_state_keeps_all_residuals_on_other_hosts_and_other_numbers_of_ranks(
         state: dict[str, Any] = {}
         with on_hosts(per_host):
             if rank < size:
-                ddp = wrapped(Net(), compression="int8", process_group=group)
+                ddp = wrapped(Given(*SHAPES), compression="int8", process_group=group)
                 if saved:
                     ddp.load_comm_state_dict(*saved[rank : before[0] : size])
                     state = ddp.comm_state_dict()
                     assert state["world_size"] == size
-                for step in range(3):
+                for step in range(1, 4):
                     with ddp.weighted(5.0):
-                        ddp(rank, step).backward()
+                        ddp(*given(rank, step)).backward()
                 assert is_in_two_levels(ddp) == (1 < per_host < size)
                 if not saved:
                     state = ddp.comm_state_dict()

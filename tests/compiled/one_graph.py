@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import modules
 import torch
 import torch._dynamo
 import torch._functorch.config
 import torch.distributed as dist
-from distributed import assert_same_on_all_ranks
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import clear_compilation_metrics, counters
+from training import assert_mean_of, drawn
 
 from tritonddp import DistributedDataParallel
 from tritonddp.compiled.gradients import GraphGradients
@@ -31,27 +32,17 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 LOOSE = {"rtol": 2e-2, "atol": 2e-3}
 
 
-class Layers(nn.Module):
-    def __init__(self, depth: int = 4) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+class Layers(modules.Layers):
+    """Four layers."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
-
-
-class Conv(nn.Module):
     def __init__(self) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        for channels in (1, 8):
-            layers += [nn.Conv2d(channels, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
-        self.net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 4 * 12, 3))
+        super().__init__("0123", WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x.view(-1, 1, 8, 16))
+
+def conv() -> nn.Module:
+    layers = [nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)]
+    image = nn.Unflatten(1, (1, 8, 16))
+    return nn.Sequential(image, *layers, nn.Flatten(), nn.Linear(8 * 4 * 12, 3))
 
 
 class Branches(nn.Module):
@@ -70,7 +61,7 @@ class Branches(nn.Module):
         return x + (self.unreached * 2).detach()
 
 
-NETS: dict[str, Callable[[], nn.Module]] = {"mlp": Layers, "conv": Conv, "unused": Branches}
+NETS: dict[str, Callable[[], nn.Module]] = {"mlp": Layers, "conv": conv, "unused": Branches}
 OPTIONS: dict[str, dict[str, Any]] = {
     "views": {"gradient_as_bucket_view": True},
     "int8": {"compression": "int8"},
@@ -134,36 +125,13 @@ def watched() -> Iterator[list[tuple[int, int]]]:
         yield left
 
 
-def batch(number: int, rank: int | None = None) -> Tensor:
-    """The inputs of ``rank``, by default this rank."""
-    rank = dist.get_rank() if rank is None else rank
-    generator = torch.Generator().manual_seed(100 * number + rank)
-    return torch.randn(4, WIDTH, generator=generator)
+def batch(number: int) -> Tensor:
+    """The inputs of this rank in a step."""
+    return drawn(4, WIDTH, step=number)
 
 
 def loss_of(output: Tensor) -> Tensor:
     return output.square().mean()
-
-
-def gradients(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        name.removeprefix("module.").removeprefix("_orig_mod."): param.grad
-        for name, param in module.named_parameters()
-        if param.grad is not None
-    }
-
-
-def means(
-    module: nn.Module, *numbers: int, of: Callable[[int, int], Tensor] = batch
-) -> dict[str, Tensor]:
-    """The means of the accumulated gradients of these steps, from one process in eager mode."""
-    alone, place = copy.deepcopy(module), next(module.parameters()).device
-    for number in numbers:
-        for rank in range(dist.get_world_size()):
-            if isinstance(alone, Branches):
-                alone.rank = rank
-            (loss_of(alone(of(number, rank).to(place))) / dist.get_world_size()).backward()
-    return gradients(alone)
 
 
 def seeded(net: Callable[[], nn.Module]) -> nn.Module:
@@ -171,18 +139,22 @@ def seeded(net: Callable[[], nn.Module]) -> nn.Module:
     return net()
 
 
+def penalty_of(module: Any) -> Tensor:
+    """A loss that uses a weight outside the forward."""
+    return module.layers["1"].weight.square().sum()
+
+
 class Net:
-    """A wrapper as one graph."""
+    """A wrapper as one graph.
+
+    Attributes:
+        alone: a copy of the wrapped module, on the CPU, in eager mode.
+    """
 
     def __init__(self, ddp: nn.Module, backend: Any = "aot_eager", **settings: Any) -> None:
         self.ddp: Any = ddp
-        self.module: Any = copy.deepcopy(ddp.module)  # a copy of the wrapped module
+        self.alone: Any = copy.deepcopy(ddp.module).cpu()
         self.call = torch.compile(ddp, backend=backend, fullgraph=True, **settings)
-
-    @property
-    def penalty(self) -> Tensor:
-        """A loss that uses a weight outside the forward."""
-        return self.ddp.module.layers[1].weight.square().sum()
 
     def loss(self, number: int, set_to_none: bool = True) -> Tensor:
         """The loss of this rank in a step."""
@@ -192,19 +164,24 @@ class Net:
     def step(self, number: int, set_to_none: bool = True) -> None:
         self.loss(number, set_to_none).backward()
 
-    def assert_means(self, *numbers: int, penalized: float = 0.0, **tolerance: float) -> None:
-        """Compare with the means of these steps, and of the penalty on this share of the ranks."""
-        expected = means(self.module, *numbers)
-        if penalized:
-            weight = self.module.layers[1].weight.detach()
-            expected["layers.1.weight"] += 2 * penalized * weight
-        self.assert_gradients(expected, **tolerance)
+    def assert_means(
+        self, *numbers: int, penalized: bool = False, factor: float = 1.0, **tolerance: float
+    ) -> None:
+        """Compare with the means of the accumulated gradients of these steps.
 
-    def assert_gradients(self, expected: dict[str, Tensor], **tolerance: float) -> None:
-        """The gradients are these, and identical on all ranks."""
-        found = gradients(self.ddp)
-        torch.testing.assert_close(found, expected, **(tolerance or CLOSE))
-        assert_same_on_all_ranks(list(found.values()))
+        Args:
+            numbers: of the steps.
+            penalized: the loss of this rank has the penalty.
+            factor: of the loss of this rank.
+            tolerance: of ``torch.testing.assert_close``.
+        """
+        self.alone.zero_grad()
+        for number in numbers:
+            (factor * loss_of(self.alone(batch(number)))).backward()
+        if penalized:
+            penalty_of(self.alone).backward()
+        what, tolerance = f"steps {numbers}", tolerance or CLOSE
+        assert_mean_of(self.ddp, self.alone, what, check_device=False, **tolerance)
 
 
 @contextlib.contextmanager
@@ -220,24 +197,20 @@ def one_graph(
 
 
 def train(
-    net: Callable[[], nn.Module],
-    backend: Backend,
-    steps: int = 5,
-    loose: bool = False,
-    **options: Any,
-) -> tuple[DistributedDataParallel, list[tuple[int, int]]]:
-    """Run steps on one forward graph and one backward graph, and compare each of them."""
+    net: Callable[[], nn.Module], backend: Backend, loose: bool = False, **options: Any
+) -> list[tuple[int, int]]:
+    """Run steps on one graph, and compare each of them. Return the result of :func:`watched`."""
     with one_graph(net, backend, **options) as compiled, watched() as left:
-        for number in range(steps):
+        for number in range(5):
             compiled.step(number)
             compiled.assert_means(number, **(LOOSE if loose else CLOSE))
             assert len(backend.graphs) == 1, f"a graph was compiled in step {number}"
         assert not counters["graph_break"]
-    assert len(left) == steps
-    return compiled.ddp, left
+    assert len(left) == 5
+    assert left[0][0] == 0, "the first backward only finds the order"
+    return left
 
 
 def assert_all_left(left: list[tuple[int, int]]) -> None:
-    """Buckets are sent while the graph runs. The first backward only finds the order."""
-    assert left[0][0] == 0
+    """Buckets are sent while the graph runs, after the first backward."""
     assert all(gone == of for gone, of in left[1:]), left

@@ -7,15 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import gather, ranks
-from one_graph import (
-    OPTIONS,
-    Net,
-    batch,
-    gradients,
-    loss_of,
-    one_graph,
-    watched,
-)
+from one_graph import OPTIONS, Net, batch, loss_of, one_graph, penalty_of, watched
 from torch import Tensor
 from training import raises_if
 
@@ -52,8 +44,8 @@ def finalized_manually(net: Net, number: int) -> None:
 
 
 def penalized(net: Net, number: int) -> None:
-    (net.loss(number) + net.penalty).backward()
-    net.assert_means(number, penalized=1)
+    (net.loss(number) + penalty_of(net.ddp.module)).backward()
+    net.assert_means(number, penalized=True)
 
 
 @pytest.mark.parametrize(
@@ -80,17 +72,18 @@ def test_a_penalty_in_a_later_step_is_an_error_once_and_no_rank_takes_the_step(
         for number in range(8):
             loss = net.loss(number)
             if number >= 4 and is_first:
-                loss = loss + net.penalty
+                loss = loss + penalty_of(net.ddp.module)
             if number != 4:
                 loss.backward()
-                net.assert_means(number, penalized=0.5 * (number > 4))
+                net.assert_means(number, penalized=number > 4 and is_first)
                 continue
             error: Any = raises_if(is_first, RuntimeError, r"rank 0, step 5: .*layers\.1\.weight")
             if option == "finite":
                 error = pytest.raises(FloatingPointError, match="on rank 0")
             with error:
                 loss.backward()
-            broken = [name for name, grad in gradients(net.ddp).items() if grad.isnan().all()]
+            named = net.ddp.module.named_parameters()
+            broken = [name for name, param in named if param.grad.isnan().all()]
             assert gather(broken) == [["layers.0.weight", "layers.0.bias"]] * 2
 
 
@@ -116,19 +109,16 @@ def test_a_parameter_that_one_rank_has_frozen_is_named() -> None:
     with one_graph() as net:
         for number in range(3):
             net.step(number)
-        net.ddp.module.layers[1].weight.requires_grad_(dist.get_rank() == 0)
+        net.ddp.module.layers["1"].weight.requires_grad_(dist.get_rank() == 0)
         with pytest.raises(RuntimeError, match=r"layers\.1\.weight"):
-            loss_of(net.call(batch(3))).backward()
+            net.step(3)
 
 
 @ranks(2, timeout=300)
-def test_weighted_means() -> None:
+def test_weighted_means(rank: int) -> None:
     with one_graph() as net:
         for number in range(3):
             net.ddp.zero_grad()
-            with net.ddp.weighted(dist.get_rank() + 1):
+            with net.ddp.weighted(rank + 1):
                 loss_of(net.call(batch(number))).backward()
-            net.module.zero_grad()
-            loss_of(net.module(batch(number))).backward()
-            one, two = gather(gradients(net.module))
-            net.assert_gradients({name: (one[name] + 2 * two[name]) / 3 for name in one})
+            net.assert_means(number, factor=2 / 3 * (rank + 1))

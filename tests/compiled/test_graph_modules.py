@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import assert_same_on_all_ranks, ranks
-from one_graph import Conv, Layers, Net, batch, fresh_dynamo, gradients, loss_of, one_graph, seeded
+from distributed import ranks
+from one_graph import Layers, Net, batch, conv, fresh_dynamo, loss_of, one_graph, seeded
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
+from training import assert_gradients_alike
 from versions import needs_text_of_errors
 
 from tritonddp import DistributedDataParallel
@@ -16,8 +17,8 @@ from tritonddp import DistributedDataParallel
 
 @ranks(2, timeout=300)
 def test_buffers_are_those_of_rank_0_at_each_forward() -> None:
-    with one_graph(Conv) as net:
-        twin = DistributedDataParallel(seeded(Conv))
+    with one_graph(conv) as net:
+        twin = DistributedDataParallel(seeded(conv))
         for number in range(6):
             for step in (net.call, twin):
                 loss_of(step(batch(number))).backward()
@@ -25,7 +26,7 @@ def test_buffers_are_those_of_rank_0_at_each_forward() -> None:
                 torch.testing.assert_close(buffer, other, msg=lambda m, n=name: n + m)
         with torch.no_grad():
             for each in (net.ddp.eval(), twin.eval()):
-                each(batch(0, 0))
+                each(batch(0))
 
 
 class Overlapping(Layers):
@@ -38,8 +39,7 @@ class Overlapping(Layers):
         self.register_buffer("row", values[2:])
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = super().forward(x) * (1 + self.row.sum() + self.table.sum())
-        return found
+        return super().forward(x) * (1 + self.row.sum() + self.table.sum())
 
 
 class Overriding(DistributedDataParallel):
@@ -68,11 +68,11 @@ def test_a_module_that_no_graph_can_contain_raises_and_compiles_in_parts(message
     with fresh_dynamo():
         net = Net(REFUSED[message]())
         with pytest.raises(Exception, match=message):
-            net.call(batch(0, 0))
+            net.call(batch(0))
     with torch.no_grad():
-        expected = net.ddp(batch(0, 0))
+        expected = net.ddp(batch(0))
     with fresh_dynamo():
-        found = torch.compile(net.ddp, backend="aot_eager")(batch(0, 0))
+        found = torch.compile(net.ddp, backend="aot_eager")(batch(0))
         loss_of(found).backward()
-    assert_same_on_all_ranks(list(gradients(net.ddp).values()))
+    assert_gradients_alike(net.ddp)
     torch.testing.assert_close(found, expected)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from distributed import assert_same_on_all_ranks, ranks
+from distributed import ranks
 from modules import Layers
-from one_graph import Backend, fresh_dynamo, gradients, loss_of, means
+from one_graph import Backend, fresh_dynamo, loss_of
 from torch import Tensor, nn
 from torch._dynamo.utils import counters, get_compilation_metrics
-from training import drawn
+from training import assert_gradients_alike, assert_mean_of, drawn, train_step
 
 from tritonddp import DistributedDataParallel
 
@@ -22,12 +22,8 @@ DEPTH = 4
 Step = Callable[[Tensor], Any]
 
 
-def layers() -> nn.Module:
-    return Layers(map(str, range(DEPTH)), WIDTH)
-
-
-def batch(step: int, rank: int | None = None) -> Tensor:
-    return drawn(3, WIDTH, step=step, rank=rank)
+def batch(step: int) -> Tensor:
+    return drawn(3, WIDTH, step=step)
 
 
 WAYS = (
@@ -51,30 +47,23 @@ def compiled(way: str, module: nn.Module, **options: Any) -> tuple[nn.Module, St
     return ddp, torch.compile(step, **options) if way == "a step" else step
 
 
-def check(way: str, **options: Any) -> list[Any]:
-    backend = Backend()
-    module = layers()
-    original = copy.deepcopy(module)
-    ddp, step = compiled(way, module, backend=backend, **options)
-    found = []
-    for number in range(4):
-        ddp.zero_grad()
-        step(batch(number))
-        assert_same_on_all_ranks(list(gradients(ddp).values()))
-        torch.testing.assert_close(gradients(ddp), means(original, number, of=batch))
-        found.append((len(backend.graphs), len(get_compilation_metrics())))
-    assert found[1:] == found[:1] * 3, f"graphs and frames compiled after each step: {found}"
-    return backend.graphs
-
-
 @pytest.mark.parametrize("way", WAYS)
 @ranks(2, timeout=300)
 def test_a_compiled_module_has_the_means_and_is_compiled_once(way: Any) -> None:
+    backend, module = Backend(), Layers(map(str, range(DEPTH)), WIDTH)
+    alone, found = copy.deepcopy(module), []
     with fresh_dynamo():
-        graphs = check(way, fullgraph=way != "a step")
+        ddp, step = compiled(way, module, backend=backend, fullgraph=way != "a step")
+        for number in range(4):
+            ddp.zero_grad()
+            step(batch(number))
+            train_step(alone, batch(number), loss=loss_of)
+            assert_mean_of(ddp, alone, f"step {number}")
+            found.append((len(backend.graphs), len(get_compilation_metrics())))
         breaks = {reason.splitlines()[0] for reason in counters["graph_break"]}
+    assert found[1:] == found[:1] * 3, f"graphs and frames compiled after each step: {found}"
     # A module inside of the wrapper is split at the buckets, as by stock DDP.
-    assert len(graphs) == (DEPTH if way == "the module" else 1), (len(graphs), breaks)
+    assert len(backend.graphs) == (DEPTH if way == "the module" else 1), breaks
     assert breaks <= {
         "Unsupported Tensor.backward() call",
         "Attempted to call function marked as skipped",  # the same, after tests of other files
@@ -88,4 +77,4 @@ def test_a_compiled_backward_is_refused() -> None:
         with pytest.raises(RuntimeError, match=r"rank \d, step 0: Compiled autograd is not compat"):
             step(batch(0))
     loss_of(ddp(batch(0))).backward()
-    assert_same_on_all_ranks(list(gradients(ddp).values()))
+    assert_gradients_alike(ddp)

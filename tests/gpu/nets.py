@@ -19,6 +19,6 @@ def gradients(module: nn.Module) -> list[Tensor | None]:
     return [None if grad is None else grad.to_dense().detach().cpu().clone() for grad in grads]
 
 
-def batch(step: int, rank: int | None = None) -> Tensor:
-    """The inputs of ``rank``, by default this one, on the CPU."""
-    return drawn(8, WIDTH, step=step, rank=rank)
+def batch(step: int) -> Tensor:
+    """The inputs of this rank, on the CPU."""
+    return drawn(8, WIDTH, step=step)

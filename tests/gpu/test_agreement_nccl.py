@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather
 from nets import batch, dense
-from training import raises_if
+from training import raises_if, train_step
 from worlds import CPU, NCCL_2, everywhere, in_worlds
 
 from tritonddp import DistributedDataParallel
@@ -23,7 +23,7 @@ def test_ranks_that_disagree_raise_in_the_next_backward_at_the_latest(
     device: torch.device,
 ) -> None:
     ddp = DistributedDataParallel(dense().to(device))
-    ddp(batch(0).to(device)).mean().backward()
+    train_step(ddp, batch(0).to(device), loss=torch.mean)
     loss = ddp(batch(1).to(device)).mean()
     weighted = ddp.weighted(2) if dist.get_rank() else contextlib.nullcontext()
 
@@ -35,8 +35,7 @@ def test_ranks_that_disagree_raise_in_the_next_backward_at_the_latest(
     with pytest.raises(RuntimeError, match="rank 0: no weight; rank 1: weight 2") as raised:
         two_backwards()
     assert all("bucket 0" in text for text in gather(str(raised.value)))
-    ddp.zero_grad()
-    ddp(batch(3).to(device)).mean().backward()
+    train_step(ddp, batch(3).to(device), loss=torch.mean)
     assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
     ddp.check_sync()
 

@@ -17,7 +17,7 @@ class Tied(Layers):
         self.norm, self.unused = nn.LayerNorm(WIDTH), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(super().forward(x)) @ self.layers[0].weight
+        return self.norm(super().forward(x)) @ self.layers["0"].weight
 
 
 @VIEW

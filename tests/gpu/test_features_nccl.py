@@ -11,7 +11,6 @@ import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather
 from nets import WIDTH, batch, dense, gradients
 from recording.programs import PROGRAMS, WARM_UP, Run
-from recording.recorder import Recorder
 from test_metrics import PARTS, net, train
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -31,7 +30,7 @@ def test_a_program_has_the_same_gradients_and_buffers_as_on_the_cpu(
     """Training and wrapping use different streams."""
     program, found = PROGRAMS[name], []
     for place, group in (("cpu", dist.new_group(backend="gloo")), ("cuda", None)):
-        run = Run(program, Recorder(), place, group=group)
+        run = Run(program, place=place, group=group)
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):

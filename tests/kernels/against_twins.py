@@ -231,7 +231,7 @@ def test_gradients_that_are_bucket_views_are_unflattened_in_place(place, wire, v
 
 
 NARROW = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-# Sizes close to those of blocks, chunks and 16-wide tails, and whether they are quantized.
+# Sizes close to a block, to a chunk and to a 16-wide tail, and whether they are quantized.
 SMALL = [(dense([17, 9], [1, 0]), True), (dense([5]), False), (dense([]), False)]
 SMALL += [(dense([256]), True), (dense([0]), True)]
 COMPILED = [*((dense([n]), True) for n in (1, 15, 16, 17, 255, 257, 5000)), (dense([33]), False)]
@@ -243,8 +243,8 @@ def quantized_slots(place: Place) -> tuple[list[Any], list[bool]]:
     return [slot for slot, _ in found], [is_quantized for _, is_quantized in found]
 
 
-def like(slots: Any, device: str = "cpu") -> list[Tensor]:
-    return [torch.empty_strided(shape, stride, device=device) for shape, stride in slots]
+def like(slots: Any) -> list[Tensor]:
+    return [torch.empty_strided(*slot) for slot in slots]
 
 
 def guarded(place: Place, size: int, feedback: bool = True) -> tuple[Any, Any]:
@@ -252,7 +252,7 @@ def guarded(place: Place, size: int, feedback: bool = True) -> tuple[Any, Any]:
     from tritonddp.kernels.quantized.quantize import QuantizedTables
 
     slots, quantized = quantized_slots(place)
-    mine = Guarded(like(slots), quantized, size, feedback, place.device)
+    mine = Guarded(like(slots), quantized, size, feedback, device=torch.device(place.device))
     twins = Guarded(like(slots), quantized, size, feedback)
     for flat in mine.flats:
         flat.tables = QuantizedTables(flat, None if place.is_compiled else 512)

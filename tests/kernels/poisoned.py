@@ -73,7 +73,7 @@ def dense(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[tup
     return tuple(shape), tuple(strides)
 
 
-# Sizes close to those of a 16-wide tail and of a chunk, and the layouts of real parameters.
+# Sizes close to a 16-wide tail and to a chunk, and the layouts of real parameters.
 SLOTS = [
     *[dense([numel]) for numel in (0, 1, 15, 16, 17, 1000, 1024, 1025, 5000)],
     dense([]),

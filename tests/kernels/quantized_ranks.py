@@ -103,61 +103,51 @@ class Simulated:
         self, named_params: Iterable[tuple[str, Tensor]], quantized: Collection[str], **options: Any
     ) -> None:
         """``options`` are arguments of :func:`quantized_buffers`."""
-        self._flats = [
+        self.flats = [
             quantized_buffers([param], [name in quantized], **options)
             for name, param in named_params
         ]
 
-    def means(self, grads: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    def means(
+        self, grads: Sequence[Sequence[Tensor | None]], scale: float | None = None
+    ) -> list[Tensor | None]:
         """The mean of ``grads[rank]`` for each parameter; ``None`` if no rank has a gradient."""
-        means: list[Tensor | None] = []
-        for flats, of_ranks in zip(self._flats, zip(*grads, strict=True), strict=True):
+        scale, means = 1 / len(grads) if scale is None else scale, list[Tensor | None]()
+        for flats, of_ranks in zip(self.flats, zip(*grads, strict=True), strict=True):
             used = [[each is not None] for each in of_ranks]
-            results = all_reduce(flats, [[each] for each in of_ranks], used, 1 / len(grads))
+            results = all_reduce(flats, [[each] for each in of_ranks], used, scale)
             means.append(results[0][0] if [True] in used else None)
         return means
 
 
 class Guarded:
-    """The buffers of all ranks. Each tensor that kernels write to is between guards.
+    """The buffers of all ranks, with arguments of :func:`quantized_buffers`.
 
-    Initially messages and their padding are poison, and residuals are zeros.
+    Each tensor that kernels write to is between guards. Initially messages and their padding are
+    poison, and residuals are zeros.
     """
 
-    def __init__(
-        self,
-        like: Sequence[Tensor],
-        quantized: Sequence[bool],
-        world_size: int,
-        feedback: bool = True,
-        device: str = "cpu",
-    ) -> None:
-        self.flats = quantized_buffers(
-            like, quantized, world_size, feedback, device=torch.device(device)
-        )
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.flats = quantized_buffers(*arguments, **options)
         self.arenas: list[tuple[str, Arena]] = []
         for rank, flat in enumerate(self.flats):
-            self._embed(flat, f"rank {rank}")
+            for name in ("message", "received", "flags", "headers"):
+                self._embed(rank, flat, name)
+            layout = flat.message_layout
+            flat.gathered = flat.message[: layout.gathered_numel]
+            flat.reduced = flat.received[: layout.part_bytes]
+            flat.outgoing, flat.incoming = map(flat._sections, (flat.message, flat.received))
+            flat.result = flat._sections(flat.gathered)
+            for name in () if flat.residuals is None else ("sent", "reduced"):
+                self._embed(rank, flat.residuals, name)
+                getattr(flat.residuals, name).zero_()
 
-    def _embed(self, flat: QuantizedBuffer, who: str) -> None:
-        def inside(name: str, tensor: Tensor) -> Tensor:
-            arena = Arena(tensor.numel(), tensor.dtype, device=str(tensor.device))
-            self.arenas.append((f"{name} of {who}", arena))
-            return arena.inside().view(tensor.shape)
-
-        layout = flat.message_layout
-        flat.message = inside("the message", flat.message)
-        flat.received = inside("the received messages", flat.received)
-        flat.gathered = flat.message[: layout.gathered_numel]
-        flat.reduced = flat.received[: layout.part_bytes]
-        flat.outgoing = flat._sections(flat.message)
-        flat.incoming = flat._sections(flat.received)
-        flat.result = flat._sections(flat.gathered)
-        flat.flags = inside("the flags", flat.flags)
-        flat.headers = inside("the headers", flat.headers)
-        if flat.residuals is not None:
-            flat.residuals.sent = inside("residuals of gradients", flat.residuals.sent).zero_()
-            flat.residuals.reduced = inside("residuals of sums", flat.residuals.reduced).zero_()
+    def _embed(self, rank: int, owner: Any, name: str) -> None:
+        """Move an attribute of ``owner`` into an arena."""
+        tensor = getattr(owner, name)
+        arena = Arena(tensor.numel(), tensor.dtype, device=str(tensor.device))
+        self.arenas.append((f"{name} of rank {rank}", arena))
+        setattr(owner, name, arena.inside().view(tensor.shape))
 
     def assert_guards_intact(self) -> None:
         for name, arena in self.arenas:

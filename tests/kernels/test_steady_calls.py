@@ -23,9 +23,10 @@ HEADERS = bytes([7, 0, 255])
 
 
 def flat_of(wire=torch.float32, alignment=1) -> FlatBuffer:
-    shapes, strides = [shape for shape, _ in SLOTS], [stride for _, stride in SLOTS]
-    layout = Layout.of(shapes, strides, alignment, len(HEADERS))
-    return FlatBuffer(layout, wire, torch.device("cpu"))
+    shapes, strides = zip(*SLOTS, strict=True)
+    return FlatBuffer(
+        Layout.of(shapes, strides, alignment, len(HEADERS)), wire, torch.device("cpu")
+    )
 
 
 def gradients(dtype=torch.float32, seed=0) -> list[torch.Tensor | None]:
@@ -42,22 +43,17 @@ def steps(dtype, flat) -> Iterator[tuple[Any, ...]]:
     placed = [*grads[:2], flat.views[2], *grads[3:]]
     unused, changed = list(USED), bytearray(HEADERS)
     yield grads, USED, 0.5, HEADERS
-    yield grads, USED, 0.5, bytes(HEADERS)
     yield others, unused, 0.5, changed
     unused[4] = False
     yield others, unused, 0.5, changed
     changed[1] = 9
     yield others, unused, 0.5, changed
-    yield others, unused, 1 / 3, bytes([1, 2, 3])
-    yield others, unused, 1 / 3, [4, 5, 6]
-    yield missing, unused, 1 / 3, HEADERS
-    yield missing, unused, 1 / 3, HEADERS
-    yield grads, unused, 1 / 3, HEADERS
-    yield placed, unused, 1 / 3, HEADERS
-    yield placed, unused, 1 / 3, HEADERS
-    yield flat.views, unused, 1 / 3, HEADERS
-    yield [None, *grads[1:]], USED, 1 / 3, HEADERS
-    yield [None] * COUNT, USED, 1 / 3, HEADERS
+    for headers in (bytes([1, 2, 3]), [4, 5, 6]):
+        yield others, unused, 1 / 3, headers
+    for given in (missing, missing, grads, placed, placed, flat.views):
+        yield given, unused, 1 / 3, HEADERS
+    for given in ([None, *grads[1:]], [None] * COUNT):
+        yield given, USED, 1 / 3, HEADERS
     for scale in (1, 1.0, 0.0, -0.0, 1e300, math.inf, math.nan, 1.0):
         yield grads, USED, scale, HEADERS
     odd = [torch.empty(65, dtype=dtype)[1:].copy_(grad.view(-1)) for grad in grads]

@@ -20,6 +20,22 @@ from recording.recorder import Recorder, Timeline, tensors_in
 _STREAM = "recorded stream"  # in the metadata of a node
 
 
+def _nodes_of(value: Any, only_new: bool = False) -> dict[Any, None]:
+    """The nodes of the graphs that compute the tensors in ``value``."""
+    nodes: dict[Any, None] = {}
+    left = []
+    for each in tensors_in(value):
+        with contextlib.suppress(RuntimeError):  # a view that is not part of any graph
+            left.append(each.grad_fn)
+    while left:
+        node = left.pop()
+        if node is None or node in nodes or (only_new and _STREAM in node.metadata):
+            continue
+        nodes[node] = None
+        left += [each for each, _ in node.next_functions]
+    return nodes
+
+
 @dataclass
 class _Backward:
     """A running backward."""
@@ -40,32 +56,19 @@ class Streams:
 
     def note(self, result: Any) -> None:
         """Assign the new nodes of ``result`` to the current stream."""
-        nodes = []
-        for each in tensors_in(result):
-            with contextlib.suppress(RuntimeError):  # a view that is not part of any graph
-                nodes.append(each.grad_fn)
-        while nodes:
-            node = nodes.pop()
-            if node is not None and _STREAM not in node.metadata:
-                node.metadata[_STREAM] = self._recorder.current
-                nodes += [each for each, _ in node.next_functions]
+        for node in _nodes_of(result, only_new=True):
+            node.metadata[_STREAM] = self._recorder.current
 
     @contextlib.contextmanager
     def backward(self, roots: Any) -> Iterator[None]:
         """Context: a backward from ``roots``."""
-        nodes, left = {}, [root.grad_fn for root in tensors_in(roots)]
-        while left:
-            node = left.pop()
-            if node is not None and node not in nodes:
-                nodes[node] = None
-                left += [each for each, _ in node.next_functions]
         caller = self._recorder.current
         running = _Backward(caller, {caller})
         self._running.append(running)
         with contextlib.ExitStack() as stack:
             stack.callback(self._running.pop)
             stack.callback(self._end, running)
-            for node in nodes:
+            for node in _nodes_of(roots):
                 before, after = partial(self._before, running), partial(self._after, running)
                 stack.callback(node.register_prehook(partial(before, node)).remove)
                 stack.callback(node.register_hook(partial(after, node)).remove)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -13,61 +12,21 @@ from unittest import mock
 
 import torch
 
-from recording.recorder import Recorder, Timeline
+from recording.recorder import CUDA, Recorder, Timeline
 from tritonddp import _device, _torch
 
-DEVICE = torch.device("cuda", 0)
-_CAPABILITY = (9, 0)
 _FAR_BEHIND = 3  # steps
-_CUDA = 1  # torch's number of the device type
 
 
 @contextlib.contextmanager
 def patched(recorder: Recorder) -> Iterator[None]:
     """Context: ``torch.cuda`` has one device, which ``recorder`` records."""
-    numbers = itertools.count(1)
 
-    class Stream:
-        """See ``torch.cuda.Stream``."""
-
-        device_index, device_type = 0, _CUDA
-
-        def __init__(
-            self,
-            device: Any = None,
-            timeline: Timeline | None = None,
-            stream_id: int | None = None,
-            **_: Any,
-        ) -> None:
-            if stream_id is not None:
-                (timeline,) = (each for each in recorder.streams if each.number == stream_id)
-            self.timeline = timeline or recorder.new_stream("side stream")
-            self.device = DEVICE
-            self.stream_id = self.timeline.number
-            self.cuda_stream = next(numbers)
-
-        def __eq__(self, other: object) -> bool:
-            return isinstance(other, Stream) and other.timeline is self.timeline
-
-        def __hash__(self) -> int:
-            return hash(self.timeline)
-
-        def wait_stream(self, other: Stream) -> None:
-            self.timeline.join(other.timeline.clock)
-
-        def wait_event(self, event: Event) -> None:
-            event.wait(self)
-
-        def record_event(self, event: Event | None = None) -> Event:
-            event = event or Event()
-            event.record(self)
-            return event
-
-        def synchronize(self) -> None:
-            recorder.host_waits(self.timeline.clock, "a stream's synchronize")
-
-        def query(self) -> bool:
-            return recorder.host.knows_all(self.timeline.clock)
+    def stream_of(_: Any = None, stream_id: int | None = None, **options: Any) -> Timeline:
+        """See ``torch.cuda.Stream``: a new stream, or the stream with this number."""
+        if stream_id is None:
+            return recorder.new_stream("side stream")
+        return next(each for each in recorder.streams if each.stream_id == stream_id)
 
     class Event:
         """See ``torch.cuda.Event``."""
@@ -78,15 +37,14 @@ def patched(recorder: Recorder) -> Iterator[None]:
             self.at = 0.0
             self.step = 0
 
-        def record(self, stream: Stream | None = None) -> None:
-            timeline = recorder.current if stream is None else stream.timeline
-            recorder.run(timeline, "event")
-            self.clock, self.at = dict(timeline.clock), time.perf_counter()
+        def record(self, stream: Timeline | None = None) -> None:
+            stream = stream or recorder.current
+            recorder.run(stream, "event")
+            self.clock, self.at = dict(stream.clock), time.perf_counter()
             self.step = recorder.steps
 
-        def wait(self, stream: Stream | None = None) -> None:
-            timeline = recorder.current if stream is None else stream.timeline
-            timeline.join(self.clock)
+        def wait(self, stream: Timeline | None = None) -> None:
+            (stream or recorder.current).wait_event(self)
 
         def synchronize(self) -> None:
             age = recorder.steps - self.step
@@ -138,21 +96,15 @@ def patched(recorder: Recorder) -> Iterator[None]:
                 if recorder.live.get(key) is memory:
                     ctypes.memmove(memory.address, content, len(content))
 
-    def stream(chosen: Stream | None) -> Any:
-        timeline = recorder.current if chosen is None else chosen.timeline
-        return mock.patch.object(recorder, "current", timeline)
+    def stream(chosen: Timeline | None) -> Any:
+        return mock.patch.object(recorder, "current", chosen or recorder.current)
 
     def synchronize(device: Any = None) -> None:
-        clock: dict[Timeline, int] = {}
-        for each in recorder.streams:
-            clock.update({each: each.now})
+        clock = {each: each.now for each in recorder.streams}
         recorder.host_waits(clock, "torch.cuda.synchronize")
 
     def reset_peak(device: Any = None) -> None:
         recorder.peak = recorder.nbytes
-
-    def sleep(cycles: int) -> None:
-        recorder.run(recorder.current, "sleep")
 
     properties = SimpleNamespace(
         name="recorded",
@@ -164,31 +116,31 @@ def patched(recorder: Recorder) -> Iterator[None]:
         L2_cache_size=2**12,  # smaller than most inputs of benchmarks
     )
     fakes = {
-        "Stream": Stream,
+        "Stream": stream_of,
         "Event": Event,
         "CUDAGraph": CUDAGraph,
         "graph": graph,
         "stream": stream,
         "synchronize": synchronize,
-        "_sleep": sleep,
+        "_sleep": lambda cycles: recorder.run(recorder.current, "sleep"),
         "empty_cache": lambda: None,
         "memory_allocated": lambda device=None: recorder.nbytes,
         "max_memory_allocated": lambda device=None: recorder.peak,
         "reset_peak_memory_stats": reset_peak,
         "set_device": lambda device: None,
-        "current_stream": lambda device=None: Stream(timeline=recorder.current),
-        "default_stream": lambda device=None: Stream(timeline=recorder.default),
+        "current_stream": lambda device=None: recorder.current,
+        "default_stream": lambda device=None: recorder.default,
         "is_available": lambda: True,
         "host_memory_stats": lambda: {"num_host_alloc": 0},
         "current_device": lambda: 0,
         "device_count": lambda: 1,
         "device": lambda device: contextlib.nullcontext(),
-        "get_device_capability": lambda device=None: _CAPABILITY,
+        "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: properties,
         "is_current_stream_capturing": lambda: recorder.capturing,
     }
     raw = {
-        "raw_current_stream": lambda index: (recorder.current.number, index, _CUDA),
+        "raw_current_stream": lambda index: (recorder.current.stream_id, index, CUDA),
         "current_device": lambda: 0,
     }
     with contextlib.ExitStack() as stack:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_map
 from versions import COLLECTS_LIVE_STORAGES
 
 from recording import autograd, cuda, kernels, nccl
-from recording.recorder import Memory, Recorder, Timeline, by_package, extent, tensors_in
+from recording.recorder import DEVICE, Memory, Recorder, Timeline, extent, package_stack, tensors_in
 from tritonddp import _torch
 
 # Methods that read a tensor on the host without an operation that is dispatched.
@@ -62,50 +63,38 @@ class Device:
     # Memory
 
     def memory_of(self, tensor: Tensor) -> Memory | None:
-        """The memory of ``tensor``, if it is on the device or pinned."""
+        """The memory of a dense ``tensor``, if it is on the device or pinned."""
         if tensor.layout is not torch.strided:
             return None
         return self.recorder.live.get(tensor.untyped_storage()._cdata)
 
     def has(self, tensor: Tensor) -> bool:
-        if tensor.layout is not torch.strided:
-            return self.has(tensor._values())
-        memory = self.memory_of(tensor)
+        memory = self.memory_of(_parts(tensor)[-1])
         return memory is not None and not memory.is_pinned
 
-    def take(self, tensor: Tensor, is_pinned: bool = False) -> Tensor:
+    def take(self, tensor: Tensor, is_pinned: bool = False) -> None:
         """Declare that ``tensor`` is on the device, or pinned."""
-        if tensor.layout is not torch.strided:
-            for part in (tensor._indices(), tensor._values()):
-                self.take(part, is_pinned)
-            return tensor
-        storage = tensor.untyped_storage()
-        if self.memory_of(tensor) is None:
-            key, recorder = storage._cdata, self.recorder
-            memory = recorder.allocated(key, storage.data_ptr(), storage.nbytes(), is_pinned)
-            weakref.finalize(storage, recorder.freed, key, memory).atexit = False
-        return tensor
+        for part in _parts(tensor):
+            if self.memory_of(part) is None:
+                storage, recorder = part.untyped_storage(), self.recorder
+                key, address = storage._cdata, storage.data_ptr()
+                memory = recorder.allocated(key, address, storage.nbytes(), is_pinned)
+                weakref.finalize(storage, recorder.freed, key, memory).atexit = False
 
     def touch(self, timeline: Timeline, tensor: Tensor, writes: bool, what: str) -> None:
         """Let ``timeline`` read or write ``tensor``."""
-        if tensor.layout is not torch.strided:
-            for part in (tensor._indices(), tensor._values()):
-                self.touch(timeline, part, writes, what)
-            return
-        memory = self.memory_of(tensor)
-        if memory is not None:
-            place = tensor.storage_offset(), tensor.shape, tensor.stride()
-            first, end = extent(*place, tensor.element_size())
-            self.recorder.touch(timeline, memory, first, end, writes, what)
+        for part in _parts(tensor):
+            if (memory := self.memory_of(part)) is not None:
+                place = part.storage_offset(), part.shape, part.stride()
+                first, end = extent(*place, part.element_size())
+                self.recorder.touch(timeline, memory, first, end, writes, what)
 
     def guard(self, tensors: Sequence[Tensor], timeline: Timeline) -> None:
         """Do not reuse their memory before the queued work of ``timeline`` is complete."""
         with torch._C.DisableTorchFunction():
-            for tensor in tensors:
-                is_sparse = tensor.layout is torch.sparse_coo
-                for part in (tensor._indices(), tensor._values()) if is_sparse else (tensor,):
-                    if memory := self.memory_of(part):
-                        memory.guards.add(timeline)
+            for part in itertools.chain(*map(_parts, tensors)):
+                if memory := self.memory_of(part):
+                    memory.guards.add(timeline)
 
     # Between host and device
 
@@ -136,6 +125,12 @@ class Device:
             self.touch(recorder.host, tensor, False, what)
 
 
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The dense tensors that hold the content of ``tensor``."""
+    is_sparse = tensor.layout is torch.sparse_coo
+    return [tensor._indices(), tensor._values()] if is_sparse else [tensor]
+
+
 class _Operations(TorchDispatchMode):
     """Records what the operations of torch read and write."""
 
@@ -154,7 +149,7 @@ class _Operations(TorchDispatchMode):
         recorder = device.recorder
         given = [*tensors_in((args, kwargs))]
         on_device = list(map(device.has, given))
-        if device.everywhere and place is None and not given and not by_package():
+        if device.everywhere and place is None and not given and not package_stack():
             place = "device"
         is_elsewhere = place in (None, "host") and not any(map(device.memory_of, given))
         if is_elsewhere and not any(on_device):
@@ -211,7 +206,7 @@ class _Operations(TorchDispatchMode):
             self._device.touch(timeline, tensor, writes, func.name())
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Round zero-dimensional operands as CUDA does, and note which of them lose precision.
+        """Round zero-dimensional operands as CUDA does; the package must not use such operands.
 
         CUDA loads them in the dtype of the other operands, also in bf16. Only numbers and tensors
         on the CPU keep their precision.
@@ -234,9 +229,9 @@ class _Operations(TorchDispatchMode):
             operand.is_floating_point() or operand.is_complex() or common.is_floating_point
         ):
             return operand
-        self._device.recorder.rounded.append(
-            f"{func}: {operand.dtype} without dimensions, {common}"
-        )
+        if stack := package_stack():
+            text = f"{func} rounds an operand without dimensions to {common} ({stack})"
+            self._device.recorder.races.append(text)
         return operand.to(common)
 
 
@@ -266,10 +261,10 @@ class _Appearance(TorchFunctionMode):
         if name == "__get__":
             attribute = getattr(func.__self__, "__name__", "")
             if attribute in ("device", "is_cpu", "is_cuda") and device.has(args[0]):
-                return cuda.DEVICE if attribute == "device" else attribute == "is_cuda"
+                return DEVICE if attribute == "device" else attribute == "is_cuda"
             return func(*args, **kwargs)
         if name in ("to", "cpu", "cuda") and isinstance(args[0], Tensor):
-            return self._to(func, name, args, kwargs)
+            return self._to(name, args[0], [*args[1:]], dict(kwargs))
         if name == "is_pinned":
             return (memory := device.memory_of(args[0])) is not None and memory.is_pinned
         if name in _READS and isinstance(args[0], Tensor):
@@ -300,25 +295,19 @@ class _Appearance(TorchFunctionMode):
             place = "pinned"
         return place
 
-    def _to(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        tensor, device = args[0], self._device
-        has_copy, kwargs = kwargs.get("copy", False), dict(kwargs)
+    def _to(self, name: str, tensor: Tensor, rest: list[Any], options: dict[str, Any]) -> Tensor:
+        """Run ``tensor.to(*rest, **options)``, or ``cpu`` or ``cuda``."""
+        device, cpu, copies = self._device, torch.device("cpu"), options.pop("copy", False)
         if name != "to":
-            target: Any = torch.device("cpu") if name == "cpu" else cuda.DEVICE
-            dtype, non_blocking = None, bool(kwargs.get("non_blocking"))
-        elif len(args) > 1 and isinstance(args[1], Tensor):
-            target = cuda.DEVICE if device.has(args[1]) else torch.device("cpu")
-            dtype, non_blocking = args[1].dtype, bool(kwargs.get("non_blocking"))
-        else:
-            kwargs.pop("copy", None)
-            rest = list(args[1:])
-            if len(rest) > 3:  # copy as a positional argument
-                has_copy = rest.pop(3)
-            target, dtype, non_blocking, _ = torch._C._nn._parse_to(*rest, **kwargs)
+            rest = [cpu if name == "cpu" else DEVICE]
+        elif rest and isinstance(rest[0], Tensor):
+            rest[:1] = [DEVICE if device.has(rest[0]) else cpu, rest[0].dtype]
+        if len(rest) > 3:  # copy as a positional argument
+            copies = rest.pop(3)
+        target, dtype, non_blocking, _ = torch._C._nn._parse_to(*rest, **options)
         if target is None or (target.type == "cuda") is device.has(tensor):
-            options = {"copy": True} if has_copy else {}
             with mock.patch.object(device, "place", None):
-                result = tensor.to(dtype or tensor.dtype, **options)
+                result = tensor.to(dtype or tensor.dtype, copy=copies)
             self._streams.note(result)
             return result
         with _disable_current_modes():
@@ -329,16 +318,6 @@ class _Appearance(TorchFunctionMode):
             device.take(copy, is_pinned=True)
         device.copy(copy, tensor, non_blocking)
         return copy
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Context: the collector does not free the Python objects of storages that are in use."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @contextlib.contextmanager
@@ -371,14 +350,19 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
     )
 
     def record_stream(tensor: Tensor, stream: Any) -> None:
-        device.guard([tensor], stream.timeline)
+        device.guard([tensor], stream)
 
     def metadata(tensor: Tensor) -> dict[str, Any]:
         # Checkpoints compare it inside operations, which no mode sees, and outside of them.
         return {"dtype": tensor.dtype, "shape": tensor.shape}
 
     checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
+    collector = contextlib.ExitStack()
+    if COLLECTS_LIVE_STORAGES:  # it frees the Python objects of storages that are in use
+        gc.disable()
+        collector.callback(gc.enable)
     with (
+        collector,
         mock.patch.dict(checks, {torch.utils.checkpoint._DEFAULT_DETERMINISM_MODE: metadata}),
         cuda.patched(recorder),
         nccl.patched(device),
@@ -390,7 +374,6 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
         mock.patch.object(_torch, "without_function_modes", contextlib.nullcontext),
         mock.patch.object(_torch, "without_dispatch_modes", contextlib.nullcontext),
         mock.patch.object(torch.autograd.graph, "_engine_run_backward", as_torch),
-        _without_collector() if COLLECTS_LIVE_STORAGES else contextlib.nullcontext(),
         operations,
         appearance,
     ):

@@ -5,12 +5,15 @@ accesses to the addresses in them, and does the work. The quantizing kernels run
 Flatten and unflatten are implemented here, which is 50 times as fast.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import inspect
 import struct
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -27,38 +30,28 @@ from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 _DTYPES = {triton: dtype for dtype, triton in flatten.TRITON_DTYPES.items()}
 
 
+@dataclass(frozen=True)
 class _Compiled:
     """A kernel that is compiled for certain kinds of arguments.
 
     A launch may have the address of a tensor instead of the tensor, which is not kept alive.
     """
 
-    def __init__(self, kernel: Any, arguments: tuple[Any, ...], kind: tuple[Any, ...]) -> None:
-        self._kernel = kernel
-        self._kind = kernel, kind
-        self._tensors = {
-            place: weakref.ref(each)
-            for place, each in enumerate(arguments)
-            if isinstance(each, Tensor)
-        }
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Compiled) and other._kind == self._kind
-
-    def __hash__(self) -> int:
-        return hash(self._kind)
+    kernel: _Kernel
+    kind: tuple[Any, ...]
+    tensors: dict[int, weakref.ref[Tensor]] = field(compare=False)  # by their places
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
         def launch(*arguments: Any) -> None:
             given = list(arguments)
-            for place, tensor in self._tensors.items():
+            for place, tensor in self.tensors.items():
                 if not isinstance(given[place], Tensor):
                     found = tensor()
                     if found is None or found.data_ptr() != given[place]:
-                        self._kernel.report_moved()
+                        self.kernel.report_moved()
                         return
                     given[place] = found
-            self._kernel(grid, *given)
+            self.kernel(grid, *given)
 
         return launch
 
@@ -76,7 +69,12 @@ class _Kernel:
 
     def warmup(self, *arguments: Any, grid: Any, **options: Any) -> _Compiled:
         kind = options["num_warps"], *map(_kind_of, self._parameters, arguments)
-        return _Compiled(self, arguments, kind)
+        tensors = {
+            place: weakref.ref(each)
+            for place, each in enumerate(arguments)
+            if isinstance(each, Tensor)
+        }
+        return _Compiled(self, kind, tensors)
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         self._launch(grid, *arguments)
@@ -117,19 +115,17 @@ class Kernels:
                     device.touch(recorder.current, tensor, is_write, what)
             yield
 
-    def _at(
-        self, address: int, count: int, dtype: torch.dtype, writes: bool, what: str
-    ) -> Tensor | None:
-        """The elements at an address of a table, ``None`` if it is not on the device."""
+    def _at(self, address: int, count: int, dtype: torch.dtype, writes: bool, what: str) -> Tensor:
+        """The elements at an address of a table; zeros if it is not on the device."""
         recorder, nbytes = self._device.recorder, count * dtype.itemsize
         memory = recorder.at(address)
         if memory is None or memory.is_pinned:
             recorder.races.append(f"{what} follows an address to no memory of the device")
-            return None
+            return torch.zeros(count, dtype=dtype)
         first = address - memory.address
         recorder.touch(recorder.current, memory, first, first + nbytes, writes, what)
         content = (ctypes.c_char * nbytes).from_address(address)
-        return torch.frombuffer(content, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+        return torch.frombuffer(content, dtype=dtype) if count else torch.zeros(0, dtype=dtype)
 
     def flatten(self, grid: Any, *arguments: Any) -> None:
         """See ``flatten_kernel``."""
@@ -151,9 +147,8 @@ class Kernels:
                     continue
                 address += start * dtype.itemsize
                 grad = self._at(address, count, dtype, False, "flatten")
-                if grad is not None:
-                    numbers = grad.to(wide) * torch.tensor(scale, dtype=wide)
-                    target.copy_(_narrow(numbers, bucket.dtype))
+                numbers = grad.to(wide) * torch.tensor(scale, dtype=wide)
+                target.copy_(_narrow(numbers, bucket.dtype))
 
     def addresses(self, grid: Any, dynamic: Tensor, addresses: Any, slots: int) -> None:
         """See ``write_addresses_kernel``."""
@@ -184,29 +179,22 @@ class Kernels:
                 assert count <= block
                 address = source
                 if not in_place:
-                    found = self._at(entry, 1, torch.int64, False, "unflatten")
-                    address = 0 if found is None else int(found)
-                used = self._at(flag, 1, wire, False, "unflatten")
-                if not address or used is None or not used.item():
+                    address = int(self._at(entry, 1, torch.int64, False, "unflatten"))
+                if not address or not self._at(flag, 1, wire, False, "unflatten"):
                     continue
                 assert address % 16 == 0 or not aligned
                 address += 0 if in_place else start * dtype.itemsize
                 numbers = self._at(source, count, wire, False, "unflatten")
                 target = self._at(address, count, dtype, True, "unflatten")
-                if target is not None and numbers is not None:
-                    target.copy_(_narrow(numbers.to(wide) * factor.to(wide), dtype))
+                target.copy_(_narrow(numbers.to(wide) * factor.to(wide), dtype))
 
     def interpreted(
         self, launcher: Any, what: str, reads: int, writes: int, follows: str | None = None
     ) -> Callable[..., None]:
-        """The kernel itself, in the interpreter.
+        """The kernel ``what`` itself, in the interpreter.
 
-        Args:
-            launcher: of the kernel.
-            what: its name.
-            reads: number of arguments that it reads; they are the first.
-            writes: number of arguments that it writes, after those that it reads.
-            follows: "SOURCE" if it reads from the addresses of its table, "TARGET" if it writes.
+        It reads the first ``reads`` arguments, and writes the next ``writes``. ``follows``: it
+        reads from the addresses of its table ("SOURCE"), or writes to them ("TARGET").
         """
         kernel = launcher.kernel
 

@@ -35,16 +35,6 @@ _METHODS = (
 _with_communicator: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
-class _Method:
-    """A method that does not look like a Python function, as in torch's own works."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else self._function.__get__(instance, owner)
-
-
 class RecordedFuture(torch.futures.Future):
     """The future of a work: its callbacks run on another stream, after the collective."""
 
@@ -89,6 +79,11 @@ class RecordedWork(dist.Work):
         super().__init__()
         self._future, self._timeline = future, timeline
 
+    @property
+    def wait(self) -> Callable[..., bool]:
+        """A property, because the package detects works whose ``wait`` is written in Python."""
+        return self._wait
+
     def _wait(self, timeout: timedelta | None = None) -> bool:
         self._future.join()
         return True
@@ -104,8 +99,6 @@ class RecordedWork(dist.Work):
 
     def exception(self) -> None:
         return None
-
-    wait = _Method(_wait)
 
 
 class _Backend:

@@ -1,6 +1,7 @@
 """Small programs for the recorded device, one for each path of gradients through the wrapper."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import tritonddp
 from recording.device import recording
 from recording.recorder import Recorder
-from tritonddp import DistributedDataParallel
+from tritonddp import DistributedDataParallel, _device
 
 # After these steps, buckets follow the order of gradients, and no step is measured for the logging
 # data.
@@ -24,21 +25,19 @@ CAP = 0.0006  # MiB: at least two buckets
 
 
 class Net(nn.Module):
-    """Some layers, one of which may be left out."""
+    """Some layers, one of which may be left out; ``more`` names further ones."""
 
-    def __init__(
-        self, sparse: bool = False, norm: bool = False, wide: bool = False, mixes: bool = False
-    ) -> None:
+    def __init__(self, more: str = "") -> None:
         super().__init__()
         self.first = nn.Linear(6, 8)
-        self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
-        self.second = nn.Linear(8, 8)
-        self.third = nn.Linear(8, 8)
-        self.table = nn.Embedding(10, 8, sparse=True) if sparse else None
+        self.norm = nn.BatchNorm1d(8) if "norm" in more else nn.Identity()
+        self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.table = nn.Embedding(10, 8, sparse=True) if "sparse" in more else None
         mix = torch.randn(8, 8, dtype=torch.complex64)
-        self.mix = nn.Parameter(mix) if mixes else None
-        # These layers are large enough to be quantized.
-        self.wide = nn.Sequential(nn.Linear(8, 160), nn.Linear(160, 8)) if wide else nn.Identity()
+        self.mix = nn.Parameter(mix) if "complex" in more else None
+        # Large enough to be quantized.
+        wide = nn.Sequential(nn.Linear(8, 160), nn.Linear(160, 8))
+        self.wide = wide if "wide" in more else nn.Identity()
         self.last = nn.Linear(8, 4)
 
     def forward(self, x: Tensor, leaves_out: bool = False) -> Tensor:
@@ -62,7 +61,7 @@ class Program:
     """A wrapped module, and a training step."""
 
     options: dict[str, Any] = field(default_factory=dict)  # of the wrapper
-    net: dict[str, Any] = field(default_factory=dict)  # arguments of Net
+    more: str = ""  # argument of Net
     prepare: Callable[[Any], object] = _nothing  # called once, with the wrapper
     # Called with the wrapper: the context of the forward and the backward.
     around: Callable[[Any], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -70,33 +69,19 @@ class Program:
     after: Callable[[Any], object] = _nothing  # in each step
     leaves_out: bool = False  # a layer is not used
     keeps: bool = False  # gradients are zeroed in place
-    in_place: Callable[[Any, Tensor], Tensor] | None = None  # instead of a call of the wrapper
+    in_place: bool = False  # the module is replicated in place
 
     def step(self, net: Any, x: Tensor) -> None:
         net.zero_grad(set_to_none=not self.keeps)
         self.before(net, x)
         with self.around(net):
-            out = self.in_place(net.module, x) if self.in_place else net(x, self.leaves_out)
-            out.sum().backward()
+            (net.module if self.in_place else net)(x, self.leaves_out).sum().backward()
         self.after(net)
 
 
 def _without_sync(net: Any, x: Tensor) -> None:
     with net.no_sync():
         net(x).sum().backward()
-
-
-def _with_other_weights(net: Any) -> contextlib.AbstractContextManager[Any]:
-    """The scale of the gradients is uploaded in each step."""
-    return net.weighted(3 + net.reducer.counters.reductions)
-
-
-def _with_scalars(net: Any, x: Tensor) -> None:
-    net.add_scalars(loss=x.sum(), tokens=len(x))
-
-
-def _with_hook(net: Any) -> None:
-    net.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
 def _frozen(net: Any, x: Tensor) -> None:
@@ -123,29 +108,34 @@ PROGRAMS = {
     "views": Program(_VIEWS),
     "views, zeroed in place": Program(_VIEWS, keeps=True),
     "weights": Program(around=lambda net: net.weighted(3)),
-    "weights that change": Program(around=_with_other_weights),
+    # The scale of the gradients is uploaded in each step.
+    "weights that change": Program(
+        around=lambda net: net.weighted(3 + net.reducer.counters.reductions)
+    ),
     "unused parameters": Program(leaves_out=True),
     "no_sync": Program(before=_without_sync),
     "bf16 wire": Program({"reduce_dtype": torch.bfloat16}),
-    "int8": Program({"compression": "int8"}, {"wide": True}),
+    "int8": Program({"compression": "int8"}, "wide"),
     "lazy buckets": Program({"lazy_bucket_allocation": True}),
-    "communication hook": Program(prepare=_with_hook),
-    "buffers": Program(net={"norm": True}),
+    "communication hook": Program(
+        prepare=lambda net: net.register_comm_hook(None, default_hooks.allreduce_hook)
+    ),
+    "buffers": Program(more="norm"),
     "left-out buckets": Program({"skip_all_reduce_unused_params": True}, leaves_out=True),
     "frozen parameters": Program(before=_frozen),
     "check_finite": Program({"check_finite": "warn"}),
     "scalars": Program(
         {"scalars": ("loss", "tokens")},
-        before=_with_scalars,
+        before=lambda net, x: net.add_scalars(loss=x.sum(), tokens=len(x)),
         after=lambda net: net.reduced_scalars(),
     ),
     "sharded optimizer": Program(prepare=_with_sharded_optimizer, after=_stepped),
-    "sparse": Program(net={"sparse": True}),
-    "complex": Program(net={"mixes": True}),
+    "sparse": Program(more="sparse"),
+    "complex": Program(more="complex"),
     "reduce_gradients": Program(
         around=lambda net: net.no_sync(), after=lambda net: net.reduce_gradients()
     ),
-    "in place": Program(in_place=lambda net, x: net(x)),
+    "in place": Program(in_place=True),
     "mixed precision": Program(
         {"mixed_precision": _MixedPrecision(torch.bfloat16, torch.bfloat16)}
     ),
@@ -158,13 +148,13 @@ class Run:
     def __init__(
         self,
         program: Program,
-        recorder: Recorder,
+        recorder: Recorder | None = None,
         place: str = "cuda",
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.program, self.recorder = program, recorder
+        self.program, self.recorder = program, recorder or Recorder()
         torch.manual_seed(0)
-        self.module = Net(**program.net).to(place)
+        self.module = Net(program.more).to(place)
         wrap: Any = tritonddp.replicate if program.in_place else DistributedDataParallel
         options = {"bucket_cap_mb": CAP, "process_group": group, **program.options}
         self.net = tritonddp.ddp(wrap(self.module, **options))
@@ -214,13 +204,19 @@ class Played:
     recorder: Recorder  # of all steps; its counts are those of the last step
     buckets: int  # number of buckets
     gradients: list[Tensor]  # after the last step
+    compiled: int  # number of kernels that the first three steps have compiled
+    compiled_late: int  # the same for all later steps
 
 
-def play(program: Program, steps: int = WARM_UP + 2) -> Played:
+def play(program: Program) -> Played:
     """Some steps of ``program`` on the recorded device."""
     with recording() as recorder:
+        compiled = [_device.compiled_kernels]
         run = Run(program, recorder)
-        run.step(steps)
-        played = Played(recorder, len(run.net.reducer.buckets), run.gradients())
+        for steps in (3, WARM_UP - 1):
+            run.step(steps)
+            compiled.append(_device.compiled_kernels)
+        early, late = (after - before for before, after in itertools.pairwise(compiled))
+        played = Played(recorder, len(run.net.reducer.buckets), run.gradients(), early, late)
         torch.cuda.synchronize()  # before the module is dropped
     return played

@@ -24,6 +24,7 @@ from torch import Tensor
 
 import tritonddp
 
+DEVICE, CUDA = torch.device("cuda", 0), 1  # the number is of the device type
 PACKAGE = str(Path(tritonddp.__file__).parent)
 # The frames of these files are between a caller and the recorder.
 _PASSED = (
@@ -36,15 +37,34 @@ _PASSED = (
 
 
 class Timeline:
-    """A stream, or the host."""
+    """A stream, with the methods of ``torch.cuda.Stream``, or the host."""
 
     _numbers = itertools.count(1)
+    device, device_index, device_type = DEVICE, 0, CUDA
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, recorder: Recorder) -> None:
         self.name = name
-        self.number = next(self._numbers)
+        self.recorder = recorder
+        self.stream_id = self.cuda_stream = next(self._numbers)
         self.now = 0
         self.clock: dict[Timeline, int] = {self: 0}
+
+    def wait_stream(self, other: Timeline) -> None:
+        self.join(other.clock)
+
+    def wait_event(self, event: Any) -> None:
+        self.join(event.clock)
+
+    def record_event(self, event: Any = None) -> Any:
+        event = event or torch.cuda.Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.recorder.host_waits(self.clock, "a stream's synchronize")
+
+    def query(self) -> bool:
+        return self.recorder.host.knows_all(self.clock)
 
     def step(self) -> int:
         """Queue a piece of work."""
@@ -120,22 +140,18 @@ def _place(file: str) -> str | None:
     return "" if file.startswith(_PASSED) or "/unittest/" in file else None
 
 
-def by_package() -> bool:
-    """Whether the package itself runs this, not a module that it calls."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (place := _place(frame.f_code.co_filename)) is not None:
-        if place:
-            return True
-        frame = frame.f_back
-    return False
-
-
 def package_stack() -> str:
-    """The four innermost frames of the package, the last one first."""
+    """The four innermost frames of the package, the last one first.
+
+    Empty if the package does not run this itself, but a module that it calls.
+    """
     frames: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(frames) < 4:
-        if place := _place(frame.f_code.co_filename):
+        place = _place(frame.f_code.co_filename)
+        if place is None and not frames:
+            break
+        if place:
             frames.append(f"{place}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return " < ".join(frames)
@@ -146,7 +162,6 @@ class Recorder:
 
     Attributes:
         races: accesses without an order, memory that is freed too early, and other errors of a GPU.
-        rounded: zero-dimensional operands that lost precision.
         waits: of the host for the device, in code of the package.
         launches: kernels and operations of torch on the device, by name, called by the package.
         collectives: their numbers, by name.
@@ -157,13 +172,12 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self.host = Timeline("the host")
-        self.default = Timeline("the default stream")
+        self.host = Timeline("the host", self)
+        self.default = Timeline("the default stream", self)
         self.current = self.default
         self.streams = [self.default]
         self.live: dict[int, Memory] = {}
         self.races: list[str] = []
-        self.rounded: list[str] = []
         self.waits: list[Wait] = []
         self.launches: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
@@ -178,7 +192,7 @@ class Recorder:
     # Timelines
 
     def new_stream(self, name: str) -> Timeline:
-        stream = Timeline(f"{name} {len(self.streams)}")
+        stream = Timeline(f"{name} {len(self.streams)}", self)
         self.streams.append(stream)
         return stream
 
@@ -204,8 +218,7 @@ class Recorder:
 
     def host_waits(self, clock: dict[Timeline, int], what: str, age: int = 0) -> None:
         """Let the host wait until the device has completed ``clock``."""
-        if by_package():
-            stack = package_stack()
+        if stack := package_stack():
             ahead = self.default.now - clock.get(self.default, 0)
             self.waits.append(Wait(what, stack, age, ahead))
             if self.capturing:
@@ -240,7 +253,7 @@ class Recorder:
         if not is_pinned:
             self.nbytes += nbytes
             self.peak = max(self.peak, self.nbytes)
-            memory.is_packages = by_package()
+            memory.is_packages = bool(package_stack())
             memory.accesses = [  # any freed memory of the pool may be reused here
                 each._replace(first=0, end=nbytes)
                 for each in self._left_behind.pop(self.current, ())
@@ -310,7 +323,7 @@ class Recorder:
         self.host.step()
         timeline.join(self.host.clock)
         timeline.step()
-        if by_package():
+        if package_stack():
             self.launches[what] += 1
 
     def report(self) -> str:

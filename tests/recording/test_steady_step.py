@@ -1,4 +1,4 @@
-"""The launches, collectives, calls and waits of a steady step on a GPU.
+"""The launches, collectives, calls, waits and compiled kernels of a steady step on a GPU.
 
 They are counted on the recorded device. The numbers may only be lowered.
 """
@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from device_step import step_calls
-from distributed import ranks
+from distributed import gather, ranks
 from torch import nn
 
 from recording.programs import PROGRAMS, WARM_UP, play, running, sound
@@ -30,12 +30,13 @@ class Step:
     collectives: int  # of all kinds
     operations: int = 0  # at most: operations of torch on the device, called by the package
     moves: int = 0  # at most: launches that write addresses of gradients that have moved
-    readbacks: int = 1  # copies to the host
-    waits: tuple[str, ...] = ()  # functions in which the host waits for work of this step
-    # The same for work of the previous step: its headers, at the end of the backward.
-    before: tuple[str, ...] = ("comm/reduction.py finish",)
+    reads: str = ""  # a function in which the host waits for work of this step
+    # Otherwise, the host waits here for work of the previous step: its headers.
+    before: str = "comm/reduction.py finish"
 
 
+# Flatten and two kinds of unflatten, for aligned and for misaligned gradients; and addresses.
+COMPILED = {"copies": 7, "views": 5, "int8": 10}
 _KERNELS = ("flatten", "unflatten", "quantize", "reduce_parts", "dequantize")
 STEADY = {
     "copies": Step(2, 4, 2, moves=2),
@@ -44,12 +45,7 @@ STEADY = {
     "views, zeroed in place": Step(2, 2, 2),
     "weights": Step(2, 4, 2, operations=6, moves=2),
     "unused parameters": Step(
-        *(2, 3, 2),
-        operations=2,
-        moves=1,
-        readbacks=2,
-        waits=("comm/reduction.py _read_flags",),
-        before=(),
+        2, 3, 2, operations=2, moves=1, reads="comm/reduction.py _read_flags"
     ),
     "no_sync": Step(2, 4, 2, moves=2),
     "bf16 wire": Step(2, 4, 2, moves=2),
@@ -58,15 +54,10 @@ STEADY = {
     "communication hook": Step(2, 4, 3, operations=21, moves=2),
     "buffers": Step(2, 4, 3, operations=2, moves=2),
     # The last headers decide which buckets are left out.
-    "left-out buckets": Step(2, 2, 1, moves=1, before=("reducer/reducer.py check_pending",)),
+    "left-out buckets": Step(2, 2, 1, moves=1, before="reducer/reducer.py check_pending"),
     "scalars": Step(2, 4, 2, operations=11, moves=2),
     "check_finite": Step(
-        *(2, 4, 2),
-        operations=23,
-        moves=2,
-        readbacks=2,
-        waits=("features/check_finite.py on_reduced_all",),
-        before=(),
+        *(2, 4, 2), operations=23, moves=2, reads="features/check_finite.py on_reduced_all"
     ),
 }
 
@@ -75,8 +66,8 @@ STEADY = {
 @pytest.mark.parametrize("name", list(STEADY))
 @ranks(2, interprets=True)
 def test_a_steady_step_waits_for_the_last_headers_only_and_has_no_race(name: str) -> None:
-    expected = STEADY[name]
-    recorder = (played := play(PROGRAMS[name])).recorder
+    expected, played = STEADY[name], play(PROGRAMS[name])
+    recorder = played.recorder
     assert not recorder.races, recorder.report()
     launches = recorder.launches
     operations = {each: n for each, n in launches.items() if each.startswith("aten::")}
@@ -86,12 +77,15 @@ def test_a_steady_step_waits_for_the_last_headers_only_and_has_no_race(name: str
     assert sum(operations.values()) <= expected.operations, operations
     assert launches["addresses"] <= expected.moves
     assert launches["copy to the device"] == 0
-    assert launches["copy to the host"] == expected.readbacks
+    assert launches["copy to the host"] == (2 if expected.reads else 1)
     before = [wait for wait in recorder.waits if wait.age]
-    assert tuple(wait.place for wait in before) == expected.before, before
-    waits = tuple(wait.place for wait in recorder.waits if not wait.age)
-    assert waits == expected.waits, recorder.waits
+    waits = [wait.place for wait in recorder.waits if not wait.age]
+    assert waits == ([expected.reads] if expected.reads else []), recorder.waits
+    assert [wait.place for wait in before] == ([] if expected.reads else [expected.before])
     assert all(wait.ahead for wait in before), "the device is kept waiting for the host"
+    if name in COMPILED:
+        assert played.compiled == COMPILED[name]
+    assert not played.compiled_late, "a rank compiles while the other ranks wait for it"
 
 
 @pytest.mark.parametrize("moves", [False, True], ids=["steady", "moved"])
@@ -102,9 +96,8 @@ def test_a_bucket_and_the_rest_of_a_step_call_few_functions(views: bool, moves: 
 
     The rest has two waits, and two launches that unflatten.
     """
-    few, many = (
-        step_calls(16, buckets, moves, gradient_as_bucket_view=views) for buckets in (2, 4)
-    )
+    option = {"gradient_as_bucket_view": views}
+    few, many = (step_calls(16, buckets, moves, **option) for buckets in (2, 4))
     of_package = (many.of_package.total() - few.of_package.total()) / 2
     of_others = (many.of_others.total() - few.of_others.total()) / 2
     assert of_package <= (8 if moves else 6), many.of_package
@@ -125,19 +118,19 @@ def test_default_caps_are_those_for_nccl() -> None:
 
 @ranks(2, interprets=True)
 def test_all_buckets_but_the_last_are_unpacked_before_it_is_reduced() -> None:
-    # Launches, their buckets, and the number of collectives that they do not wait for.
+    # Each launch, the number of its buckets, and the collectives that it does not wait for.
     found: list[tuple[str, int, int]] = []
     with running(PROGRAMS["copies"], WARM_UP) as run:
-        buckets, recorder = len(run.net.reducer.buckets), run.recorder
+        recorder = run.recorder
         nccl = next(each for each in recorder.streams if each.name.startswith("NCCL"))
         start, unflatten = Readback.start, JointUnflatten.__call__
 
         def note(what: str, buckets: int) -> None:
             found.append((what, buckets, nccl.now - recorder.current.clock.get(nccl, 0)))
 
-        def started(self: Any, *args: Any) -> None:
+        def started(*args: Any) -> None:
             note("headers", 0)
-            start(self, *args)
+            start(*args)
 
         def unflattened(self: Any, grads: Any, *args: Any) -> None:
             note("unflatten", len(grads))
@@ -148,5 +141,29 @@ def test_all_buckets_but_the_last_are_unpacked_before_it_is_reduced() -> None:
             mock.patch.object(JointUnflatten, "__call__", unflattened),
         ):
             run.step()
-    assert buckets > 1
-    assert found == [("headers", 0, 1), ("unflatten", buckets - 1, 1), ("unflatten", 1, 0)]
+    assert found == [("headers", 0, 1), ("unflatten", 1, 1), ("unflatten", 1, 0)]
+
+
+@ranks(2, interprets=True)
+def test_scalars_are_summed_on_the_device() -> None:
+    with running(PROGRAMS["scalars"], 4) as run:
+        found = run.net.reduced_scalars()
+        total = sum(gather(run.x.sum().item()))
+        assert found["loss"].sum.device.type == "cuda"
+        assert (found["loss"].sum.item(), found["loss"].mean.item()) == (total, total / 2)
+        assert found["tokens"].sum.item() == len(run.x) * 2
+
+
+@ranks(2, interprets=True)
+def test_all_ranks_stop_after_the_same_step(rank: int) -> None:
+    """One step later than on a CPU, because a header is read before the next reduction."""
+    with running(PROGRAMS["copies"], WARM_UP) as run:
+        if rank == 1:
+            run.net.request_stop()
+        stops = []
+        for _ in range(2):
+            run.step()
+            waits = len(run.recorder.waits)
+            stops.append(run.net.should_stop())
+            assert len(run.recorder.waits) == waits, "the host waits for the device"
+        assert gather(stops) == [[False, True]] * 2

@@ -2,31 +2,21 @@
 
 from unittest import mock
 
-import pytest
 import torch
 from distributed import ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training import wrap
+from training import train_step, wrap
 
 from recording.device import recording
 from recording.programs import WARM_UP, sound
 from tritonddp import DistributedDataParallel, _device, _torch
 
 
-@ranks(2)
-def test_peer_memory_is_refused_if_parameters_are_on_a_gpu() -> None:
-    with recording():
-        module = nn.Sequential(nn.Linear(2, 2).to("cuda"), nn.Linear(2, 2))
-        with pytest.raises(ValueError, match="On GPUs NCCL uses peer memory itself"):
-            DistributedDataParallel(module, transport="peer_memory")
-
-
 def test_without_the_call_in_c_the_current_stream_is_the_same() -> None:
-    with recording(), mock.patch.object(_torch, "raw_current_stream", None):
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            assert _device.current_stream(side.device) == side
+    absent = mock.patch.object(_torch, "raw_current_stream", None)
+    with recording(), absent, torch.cuda.stream(side := torch.cuda.Stream()):
+        assert _device.current_stream(side.device) == side
 
 
 class Branch(nn.Module):
@@ -53,8 +43,7 @@ def test_gradients_of_a_side_stream_are_written_on_the_stream_of_the_backward(vi
         net = wrap(Branch().to("cuda"), view, bucket_cap_mb=2e-4)
         x = torch.ones(4, 8, device="cuda")
         for _ in range(4):
-            net.zero_grad()
-            net(x).sum().backward()
+            train_step(net, x, loss=torch.sum)
             torch._foreach_norm([param.grad for param in net.parameters()])
 
 
@@ -62,29 +51,24 @@ def test_gradients_of_a_side_stream_are_written_on_the_stream_of_the_backward(vi
 def test_the_stream_of_the_first_gradient_of_a_backward_is_known() -> None:
     """Also if the backward does not begin at an output of the wrapper."""
     with recording():
-        net = DistributedDataParallel(nn.Linear(8, 4).to("cuda"))
+        net, x = DistributedDataParallel(nn.Linear(8, 4).to("cuda")), torch.ones(4, 8).to("cuda")
         for _ in range(3):
-            net.zero_grad()
-            net(torch.ones(4, 8, device="cuda"))
-            net.module(torch.ones(4, 8, device="cuda")).sum().backward()
+            net(x)
+            train_step(net.module, x, loss=torch.sum)
         assert not net._ddp_state.core.tracker.gradients.unheard
 
 
 class Checkpointed(nn.Module):
-    """The middle layer can run in a reentrant checkpoint. The gradient of ``last`` is the last."""
+    """The middle layer may run in a reentrant checkpoint. The gradient of ``last`` is the last."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.middle, self.third = nn.Linear(6, 6), nn.Linear(6, 8), nn.Linear(8, 8)
         self.last = nn.Parameter(torch.randn(5, 8))
-        self.is_checkpointed = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, is_checkpointed: bool) -> Tensor:
         y = self.first(x).tanh()
-        if self.is_checkpointed:
-            y = checkpoint(self.middle, y, use_reentrant=True)
-        else:
-            y = self.middle(y)
+        y = checkpoint(self.middle, y, use_reentrant=True) if is_checkpointed else self.middle(y)
         return self.third(y.tanh()).tanh() + self.last
 
 
@@ -98,8 +82,6 @@ def test_a_bucket_with_unexpected_gradients_is_packed_after_the_work_of_all_stre
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for step in range(WARM_UP + 4):
-                ddp.module.is_checkpointed = step >= WARM_UP
-                ddp.zero_grad()
-                ddp(x).sum().backward()
+                train_step(ddp, x, step >= WARM_UP, loss=torch.sum)
                 for param in ddp.parameters():
                     param.grad.cpu()  # the host waits for this stream
