@@ -173,17 +173,17 @@ def replicate(
 ) -> _Module:
     """Train ``module`` data-parallel in place, without a wrapper: it stays the same module.
 
-    Its parameter names, ``state_dict()``, attributes and methods are unchanged. An optimizer
-    may be made before or after. From now on, every ``backward()`` that reaches its parameters
-    is reduced, no matter what was called: the module, another method of it, or a submodule.
+    Its parameter names, ``state_dict()``, attributes and methods are unchanged. You may create
+    the optimizer before or after this call. From now on, every ``backward()`` that reaches the
+    parameters is reduced, no matter what was called: the module, another method, or a submodule.
     Inside ``module.no_sync()``, backwards are local. ``torch.autograd.grad`` returns local
-    gradients as always. All ranks must run the same backwards: if only one rank runs a backward,
-    for example for a probe, all ranks raise an error that names both lines of the program,
-    before anything is averaged.
+    gradients, as without DDP. All ranks must run the same backwards: if only one rank runs a
+    backward, for example for a probe, all ranks raise an error before anything is averaged. The
+    error names the lines that call ``backward()`` on both ranks.
 
-    A forward alone exchanges nothing, so one rank may evaluate the module: all ranks receive
-    the buffers of rank 0 at the end of each reduced backward. Calls of the module itself move
-    inputs to ``device_ids``.
+    A forward exchanges nothing, so a single rank may evaluate the module. All ranks receive the
+    buffers of rank 0 at the end of each reduced backward. Calls of the module itself move inputs
+    to ``device_ids``.
 
     The module's class becomes a subclass with the same name and these methods: ``no_sync``,
     ``set_requires_gradient_sync``, ``weighted``, ``join``, ``reduce_gradients``, ``check_sync``,
@@ -239,11 +239,11 @@ def replicate(
 
 
 def ddp(module: Any) -> DistributedDataParallel:
-    """Return the hidden wrapper of a module that was given to :func:`replicate`.
+    """Return the underlying wrapper of a module that was passed to :func:`replicate`.
 
-    It has all methods and attributes of :class:`DistributedDataParallel`. Calling it calls the
-    module. If ``module`` is a wrapper, it is returned as is. Modules and wrappers compiled by
-    ``torch.compile`` work too.
+    The wrapper has all methods and attributes of :class:`DistributedDataParallel`. Calling it calls
+    the module. If ``module`` is a wrapper, it is returned unchanged. Modules and wrappers compiled
+    by ``torch.compile`` are accepted.
 
     Raises:
         TypeError: ``module`` is neither replicated nor a wrapper.
@@ -251,7 +251,7 @@ def ddp(module: Any) -> DistributedDataParallel:
     Example::
 
         net = tritonddp.replicate(nn.Linear(16, 4))
-        print(tritonddp.ddp(net).reducer.counters)  # what was sent so far
+        print(tritonddp.ddp(net).reducer.counters)  # launches, collectives and bytes so far
     """
     for found in (module, getattr(module, "_orig_mod", None)):
         wrapper = found if isinstance(found, DistributedDataParallel) else _wrapper_of(found)

@@ -61,7 +61,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         module: the module to train, available as ``.module``. At least one parameter must require
             gradients. Parameters may be fp32, fp16, bf16, fp64, complex64 or complex128, on the CPU
             or on CUDA devices.
-        device_ids: ``None``, or one CUDA device, to which input tensors are moved.
+        device_ids: ``None``, or a list with one CUDA device, to which input tensors are moved.
         output_device: accepted without effect, like ``dim``: the module decides where outputs are.
         broadcast_buffers: deprecated in torch 2.13 in favor of ``forward_sync_buffers``. ``False``
             also excludes buffers from the initial broadcast.
@@ -72,13 +72,13 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             smaller buckets at both ends (``docs/gpus.md``); with ``compression``, it is 4, 8, 16,
             then 25. The default on the CPU is 1 for the first bucket, then 25; with
             ``reduce_dtype`` or ``compression``, it is 1, 1, 2, 4, then 8.
-        find_unused_parameters: ``None`` or ``True``: detect unused parameters automatically
-            (``True`` also keeps the buckets of stock DDP). ``False``: after a backward with unused
-            parameters, the next forward raises an error that names them.
+        find_unused_parameters: ``None`` or ``True``: detect unused parameters automatically.
+            ``True`` also assigns parameters to buckets as stock DDP does. ``False``: after a
+            backward with unused parameters, the next forward raises an error that names them.
         gradient_as_bucket_view: make ``.grad`` views of the buckets, which saves a copy and memory.
         static_graph: accepted. Not needed: everything that it enables in stock DDP always works.
-        delay_all_reduce_named_params: named parameters (with any names), whose gradients are sent
-            after all others, in one bucket for each dtype and device.
+        delay_all_reduce_named_params: pairs of a name (which may be any name) and a parameter.
+            Their gradients are sent after all others, in one bucket for each dtype and device.
         param_to_hook_all_reduce: a parameter, required with ``delay_all_reduce_named_params``.
             Unlike in stock DDP, no bucket waits for its gradient: a bucket is sent when it and all
             earlier buckets are full.
@@ -88,8 +88,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             Parameters and ``.grad`` stay in full precision.
         device_mesh: a one-dimensional device mesh, instead of ``process_group``. It may be one
             dimension of a larger mesh that uses its other dimensions for tensor parallelism.
-        skip_all_reduce_unused_params: do not send buckets (except the first) that a backward does
-            not use. They must be the same on all ranks; otherwise every rank raises an error.
+        skip_all_reduce_unused_params: do not send buckets (except the first) whose parameters a
+            backward does not use. If ranks skip different buckets, every rank raises an error.
         bucket_cap_mb_list: sizes in MiB of the first, second, ... and all further buckets.
         batched_grad_copy: accepted without effect, like ``check_reduction``: gradients are always
             copied bucket by bucket.
@@ -109,7 +109,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         check_finite: ``"raise"`` or ``"warn"``: if a gradient on any rank is NaN, infinite, or out
             of range of the dtype in which it is sent, raise a ``FloatingPointError`` or issue a
             ``RuntimeWarning`` at the end of the backward. Every rank names the same parameters and
-            ranks. ``.grad`` holds the means by then, and training may continue. On a GPU, this
+            ranks. ``.grad`` then holds the means, and training may continue. On a GPU, the check
             makes the host wait for the device. Optimizers in the backward have already stepped. A
             rank that has run out of inputs inside :meth:`join` only warns.
         transport: ``"auto"``: over gloo, the ranks of a host exchange gradients through shared
@@ -121,8 +121,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         metrics: time the parts of each step, and exchange the times every tenth step; see
             :meth:`metrics`.
         gradient_divide_factor: divide the sum of the gradients by this number instead of the number
-            of ranks, also inside :meth:`join`. Use ``1`` for losses whose parts add up over the
-            ranks (``docs/batches.md``). If ``.grad`` still holds the result of an earlier
+            of ranks, also inside :meth:`join`. Use ``1`` if the losses of the ranks add up to the
+            total loss (``docs/batches.md``). If ``.grad`` still holds the result of an earlier
             reduction, that result is not reduced again: the new one is added to it.
         scalars: names of the numbers to log with :meth:`add_scalars`, for example
             ``("loss", "tokens")``.
@@ -130,7 +130,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     Attributes:
         module: the wrapped module.
         require_backward_grad_sync: whether the next backward is reduced; set by :meth:`no_sync`.
-        reducer: the interface of stock DDP's reducer, and ``counters`` of what was sent.
+        reducer: has the interface of stock DDP's reducer, and ``counters`` of launches and bytes.
 
     Raises:
         NotImplementedError: a dtype or kind of parameter that is not supported.
@@ -323,10 +323,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """Accumulate gradients locally in this context; the next backward outside reduces them.
 
         As in stock DDP, run the forward of every microbatch except the last inside this context,
-        with or without its backward. The first backward after a forward outside is reduced; earlier
-        backwards are not. Unlike in stock DDP, a backward that starts inside is also local if its
-        forward ran outside. After ``reducer.prepare_for_backward([])``, the next backward is always
-        reduced.
+        with or without its backward. The first backward after a forward outside the context is
+        reduced; earlier backwards are not. Unlike in stock DDP, a backward that starts inside the
+        context is always local, even if its forward ran outside. After
+        ``reducer.prepare_for_backward([])``, the next backward is always reduced.
 
         Example::
 
@@ -334,7 +334,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
                 for inputs, targets in batches[:-1]:
                     loss_function(model(inputs), targets).backward()
             inputs, targets = batches[-1]
-            loss_function(model(inputs), targets).backward()  # reduces what all have accumulated
+            loss_function(model(inputs), targets).backward()  # reduces all accumulated gradients
         """
         sync = self._ddp_state.sync
         before, sync.enabled = sync.enabled, False
@@ -447,7 +447,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Example::
 
-            if rank == 0:  # and its clock, a file or the metadata of its host says so
+            if rank == 0:  # for example, because its time limit is near
                 model.request_stop()
         """
         self._ddp_state.request_stop()
@@ -455,10 +455,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def should_stop(self) -> bool:
         """Return True on all ranks after the same reduction, once any rank has requested a stop.
 
-        The result changes with the first reduction that begins after the request; on a GPU, with
-        the next one, because the host does not wait for the device. It costs no collective: see
-        ``docs/stopping.md``. If a failed backward owes reductions to the other ranks, this call
-        completes them, and may then raise the errors of :meth:`forward`.
+        The result becomes True after the first reduction that begins after the request. On a GPU,
+        it becomes True one reduction later, because the host does not wait for the device. The call
+        adds no collective: see ``docs/stopping.md``. If a failed backward owes reductions to the
+        other ranks, this call completes them, and may then raise the errors of :meth:`forward`.
 
         Example::
 
@@ -589,8 +589,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         Example::
 
             saved = {"model": module.state_dict(), "comm": model.comm_state_dict()}  # to torch.save
-            module.load_state_dict(saved["model"])  # in the next run, on each rank its own
-            model.load_comm_state_dict(saved["comm"])
+            module.load_state_dict(saved["model"])  # in the next run
+            model.load_comm_state_dict(saved["comm"])  # on each rank, its own state
         """
         core = self._ddp_state.core
         core.flush()
@@ -670,8 +670,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         Example::
 
             model.require_manual_backward_finalization = True
-            assert model.should_finalize_after_backward  # and not in it: it is the first one
-            loss_function(model(inputs), targets).backward()  # the all-reduces go on
+            assert model.should_finalize_after_backward  # true for the first backward
+            loss_function(model(inputs), targets).backward()  # does not wait for the all-reduces
             model.finalize_backward()  # now .grad holds the means
         """
         return self._ddp_state.finalizes_manually
@@ -694,8 +694,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def finalize_backward(self) -> None:
         """Wait for the reductions of the last backward, and write the results to ``.grad``.
 
-        Call it once for each reduced backward: after the backward has returned, or from one of its
-        hooks once all buckets are launched (see :attr:`should_finalize_after_backward`).
+        Call it once for each reduced backward: after the backward has returned, or in a hook of the
+        backward once all buckets are launched (see :attr:`should_finalize_after_backward`).
 
         Raises:
             RuntimeError: :attr:`require_manual_backward_finalization` is off, buckets still wait

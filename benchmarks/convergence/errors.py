@@ -59,8 +59,8 @@ _QUANTIZED: dict[str, Any] = {
     "bf16": {"reduce_dtype": torch.bfloat16},
     "int8": {"compression": Int8()},
     "int8 without feedback": {"compression": Int8(error_feedback=False)},
-    "int8 of everything": {"compression": Int8(exact=nothing)},
-    "int8 of everything, without feedback": {
+    "int8 (all parameters)": {"compression": Int8(exact=nothing)},
+    "int8 (all parameters), without feedback": {
         "compression": Int8(error_feedback=False, exact=nothing)
     },
     "int4": {"compression": Int4()},

@@ -158,7 +158,7 @@ def main() -> None:
         of_ranks(options)
         return
     is_one = options.over == "host"
-    where = "one host" if is_one else f"2 hosts, {options.rate:g} bit/s"
+    where = "one host" if is_one else f"2 hosts, {options.rate / 1e9:g} Gbit/s"
     output = Output("sharded", options.out, over=where)
     arguments = ["--rounds", str(options.rounds)]
     arguments += ["--only", options.only] if options.only else []

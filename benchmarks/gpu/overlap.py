@@ -87,13 +87,13 @@ PAYS, SEARCHED, SPEEDS = 0.98, [10 ** (step / 50) for step in range(151)], (1.0,
 # 64: the most pessimistic reading of LoongForge#223, where all-to-all loses efficiency below that.
 SIZES = {
     "4, 8, 16, 25 (default)": OURS_INT8,
-    "1, 1, 2, 4, 8, 16, 25 (before)": BucketCaps.of(None, (1, 1, 2, 4, 8, 16, 25)),
+    "1, 1, 2, 4, 8, 16, 25 (former default)": BucketCaps.of(None, (1, 1, 2, 4, 8, 16, 25)),
     "4, 25": BucketCaps.of(None, (4, 25)),
-    "25 each": BucketCaps.of(None, (25,)),
-    "100 each": BucketCaps.of(None, (100,)),
-    "4, doubling without end": BucketCaps.of(None, tuple(2.0**n for n in range(2, 20))),
-    "those of fp32": OURS,
-    "those of fp32, four times": BucketCaps((16 * MIB, 100 * MIB), tapers=True),
+    "25": BucketCaps.of(None, (25,)),
+    "100": BucketCaps.of(None, (100,)),
+    "4, 8, 16, ... (unlimited)": BucketCaps.of(None, tuple(2.0**n for n in range(2, 20))),
+    "default of fp32": OURS,
+    "4 x default of fp32": BucketCaps((16 * MIB, 100 * MIB), tapers=True),
 }
 HALVES = (0.0, 0.5, 8.0, 64.0)
 

@@ -145,12 +145,12 @@ def _variants(result: Result) -> Iterator[Record]:
 variants = Rows(
     _variants,
     (
-        ("options", "name"),
-        ("ms", "label"),
-        ("host", lambda row: ms(row.host_seconds)),
-        ("step", lambda row: ms(row.step_seconds)),
+        ("model", "name"),
+        ("options", "label"),
+        ("host, ms", lambda row: ms(row.host_seconds)),
+        ("step, ms", lambda row: ms(row.step_seconds)),
         (
-            "above unwrapped",
+            "above unwrapped, ms",
             lambda row: or_dash(row.bare, lambda bare: ms(row.step_seconds - bare)),
         ),
         ("rounds", lambda row: str(len(row.raw))),
@@ -190,7 +190,7 @@ memory = Rows(
         ("buckets, MiB", lambda row: mib(row.buckets)),
         ("first steps", lambda row: mib(row.above.first)),
         ("steady", lambda row: mib(row.above.steady)),
-        ("claim", lambda row: ("holds" if row.holds else "**broken**") if row.is_ours else ""),
+        ("within limit", lambda row: ("yes" if row.holds else "**no**") if row.is_ours else ""),
     ),
 )
 
@@ -231,7 +231,7 @@ convergence = Rows(
     _wires,
     (
         ("task", "task"),
-        ("wire", "wire"),
+        ("wire format", "wire"),
         ("sent per step, kB", lambda one: f"{one.sent / 1e3:.0f}"),
         ("final held-out loss", lambda one: f"{one.mean:.4f}"),
         ("range over the seeds", lambda one: f"{one.low:.4f} to {one.high:.4f}"),
@@ -296,7 +296,7 @@ network_wire = Rows(
     (
         ("hosts", lambda one: _hosts(one.line)),
         ("line", lambda one: one.line.rate),
-        ("wire", "gradients"),
+        ("wire format", "gradients"),
         ("sent per host, MB", lambda one: f"{one.own.tx_bytes / 1e6:.1f}"),
         ("stock DDP, MB", lambda one: f"{one.its.tx_bytes / 1e6:.1f}"),
         ("stock fp32, ms", lambda one: ms(one.its.seconds.median)),
@@ -376,6 +376,7 @@ _HOST = ("stock", "stock views", "ours", "ours views")
 # Models of a size that people train on a GPU.
 _LARGE = ("resnet50", "vit_b16", "gpt2_small", "llama3_8b_layer")
 _COSTS = ("parameter: all", "bucket: launch", "step: backward")
+_PER = ("parameter", "bucket", "backward")  # their names on a page
 
 
 def on_one_rank(result: Result) -> Iterator[Record]:
@@ -412,7 +413,7 @@ def of_gpu_steps(result: Result) -> Blocks:
             )
         )
     header = ("step, ms", "unwrapped", "best stock DDP", "ours", "added time ratio (95% interval)")
-    yield Table((*header, "rounds below", f"p, times {len(found)}"), rows)
+    yield Table((*header, "rounds in which ours is faster", f"p x {len(found)} tests"), rows)
 
 
 def _added_up(model: Mapping[str, Any], name: str) -> verdicts.Builds:
@@ -480,14 +481,15 @@ def of_host(results: Mapping[str, Result]) -> Blocks:
         costs = _costs(result, lambda us: f"{us.median:.1f}")
         for name in filter(costs.__contains__, _HOST):
             rows.append((machine, name, *(costs[name].get(each, "-") for each in _COSTS)))
-    yield Table(("us", "configuration", *_COSTS), rows)
+    yield Table(("device", "configuration", *(f"per {each}, us" for each in _PER)), rows)
 
 
 def _sharded(results: Results) -> Iterator[Record]:
     for name in ("sharded-adamw", "sharded-line", "sharded-muon"):
         content = results[name].content if name in results else Record(optimizers={})
         for optimizer, found in content.optimizers.items():
-            yield Record(found, name=f"{optimizer}, {content.over}")
+            over = content.over.replace("1e+09 bit/s", "1 Gbit/s")  # a label until November 2026
+            yield Record(found, name=f"{optimizer}, {over}")
 
 
 def _whole(other: str) -> Any:
@@ -502,10 +504,13 @@ def _whole(other: str) -> Any:
 of_sharded = Rows(
     _sharded,
     (
-        ("optimizer, where", "name"),
+        ("optimizer, hosts", "name"),
         ("step / replicated", _whole("replicated")),
         ("step / stock DDP with torch's class", _whole("torch")),
-        ("state", lambda one: f"{one.state_nbytes.sharded / one.state_nbytes.replicated:.2f}"),
+        (
+            "state per rank / replicated",
+            lambda one: f"{one.state_nbytes.sharded / one.state_nbytes.replicated:.2f}",
+        ),
     ),
 )
 
@@ -599,8 +604,8 @@ _ON_PAGES: tuple[tuple[str, str, Show], ...] = (
         _part(
             network_wire,
             lambda one: one.gradients in ("bf16", "int8"),
-            *("hosts", "line", "wire", "sent per host, MB", "stock DDP, MB", "stock fp32, ms"),
-            "ours, ms",
+            *("hosts", "line", "wire format", "sent per host, MB", "stock DDP, MB"),
+            *("stock fp32, ms", "ours, ms"),
             *("speedup over stock DDP", "95% interval", "target"),
         ),
     ),
@@ -610,7 +615,7 @@ _ON_PAGES: tuple[tuple[str, str, Show], ...] = (
         _part(
             wires.errors,
             lambda _: True,
-            *("wire", "error of a gradient", "mean over its tensors"),
+            *("wire format", "error of a gradient", "mean over its tensors"),
             *("error of the sum of all steps", "loss compared with fp32", "spread of fp32 seeds"),
         ),
     ),

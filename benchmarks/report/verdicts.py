@@ -136,7 +136,7 @@ def _memory(result: Result) -> Iterator[tuple[str, ...]]:
                 peak = max(row.above.first, row.above.steady)
                 ratio = peak / (row.buckets + row.largest_bucket)
                 verdict = _WORDS["met" if row.holds else "missed"]
-                what = f"{name}, peak of {label}: buckets and one bucket"
+                what = f"{name}, peak of {label}: all buckets and one bucket of gradients"
                 yield what, f"{ratio:.3f}", "exact", "1", verdict, "1"
 
 

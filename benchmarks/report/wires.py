@@ -8,6 +8,16 @@ from statistics import mean
 from benchmarks.base.results import Record, Result
 from benchmarks.report.table import Blocks, Rows, Table, ms, or_dash
 
+# Labels of result files from before November 29, 2026, and what they are called now.
+_RENAMED = {
+    "1, 1, 2, 4, 8, 16, 25 (before)": "1, 1, 2, 4, 8, 16, 25 (former default)",
+    "25 each": "25",
+    "100 each": "100",
+    "4, doubling without end": "4, 8, 16, ... (unlimited)",
+    "those of fp32": "default of fp32",
+    "those of fp32, four times": "4 x default of fp32",
+}
+
 _AGAINST_SPREAD = {"within": "within", "below": "below", "above": "**above**", None: "-"}
 
 
@@ -41,7 +51,7 @@ def _training(result: Result) -> Iterator[str]:
 errors = Rows(
     _wires,
     (
-        ("wire", "wire"),
+        ("wire format", lambda one: one.wire.replace("of everything", "(all parameters)")),
         ("sent per step, kB", lambda one: f"{one.sent / 1e3:.0f}"),
         ("error of a gradient", lambda one: _percent(one.whole)),
         ("mean over its tensors", lambda one: _percent(one.tensors)),
@@ -64,7 +74,8 @@ _MODEL = "A model, not a measurement"
 
 def against_stock(result: Result) -> Blocks:
     """Return the exposed time in fp32 by bucket sizes, in ms, of ours and of stock."""
-    yield f"{_MODEL}: exposed, ms"
+    yield f"{_MODEL}: exposed time, ms"
+    yield ""
     shown = [
         (
             row.model,
@@ -78,7 +89,7 @@ def against_stock(result: Result) -> Blocks:
         for row in result.content["rows"]
         for each in [row.seconds]
     ]
-    header = ("model", "bus, GB/s", "buckets", "stock copies", "ours copies", "ratio")
+    header = ("model", "bus, GB/s", "buckets, ours / stock", "stock copies", "ours copies", "ratio")
     yield Table((*header, "stock views", "ours views", "ratio"), shown)
 
 
@@ -93,7 +104,7 @@ def modeled(result: Result) -> Blocks:
         cells.setdefault((row.model, row.wire), {})[row.bus] = cell
     buses = list(dict.fromkeys(row.bus for row in found))
     rows = [(*names, *(each[bus] for bus in buses)) for names, each in cells.items()]
-    yield Table(("model", "wire", *(f"{bus:g}" for bus in buses)), rows)
+    yield Table(("model", "wire format", *(f"{bus:g}" for bus in buses)), rows)
 
 
 def _bus(fastest: float) -> str:
@@ -112,7 +123,8 @@ def pays(result: Result) -> Blocks:
         )
         for row in found
     ]
-    yield Table(("faster below, GB/s", "forward and backward", *wires), rows)
+    named = (f"{wire} faster below, GB/s" for wire in wires)
+    yield Table(("model", "forward and backward", *named), rows)
 
 
 def on_page(result: Result) -> Blocks:
@@ -128,6 +140,12 @@ def sizes(result: Result) -> Blocks:
     for row in result.content.sizes:
         one = row.ratio
         shown = f"{one.mean:.3f} ({one.low:.2f} to {one.high:.2f})"
-        cells.setdefault(row.sizes, []).append(shown)
-    named = [f"half at {half:g} MiB" if half else "latency alone" for half in halves]
-    yield Table(("bucket sizes in int8", *named), [(name, *each) for name, each in cells.items()])
+        cells.setdefault(_RENAMED.get(row.sizes, row.sizes), []).append(shown)
+    yield (
+        f"{_MODEL}: step time in int8, relative to the default bucket sizes, by the message size "
+        "at which a collective reaches half of its bandwidth (0: full bandwidth at any size)"
+    )
+    yield ""
+    named = [f"{half:g} MiB" for half in halves]
+    rows = [(name, *each) for name, each in cells.items()]
+    yield Table(("bucket sizes, MiB", *named), rows)

@@ -191,7 +191,7 @@ def test_it_is_refused_in_a_backward_or_join_and_recovers_a_failed_backward(rank
     assert refused
     with ddp.join():
         step(ddp)
-        with pytest.raises(RuntimeError, match=r"step 3: check_sync\(\) inside join"):
+        with pytest.raises(RuntimeError, match=r"step 3: check_sync\(\) was called inside join"):
             ddp.check_sync()
 
     with breaking_off(ddp.module.layers[0].weight, rank == 1):

@@ -88,7 +88,7 @@ def step(model: nn.Module, rank: int) -> None:
 def test_the_late_rank_is_named_and_training_continues(
     transport: str, rank: int, tmp_path: Path
 ) -> None:
-    place = "in step 3, at the end of its"
+    place = "in step 3, at the end of a"
     with reports("1", tmp_path / str(rank), place, "rank 1 (process", "tokenize") as kept:
         model = DistributedDataParallel(nn.Linear(2, 2), transport=transport)
         for number in range(4):
@@ -165,7 +165,7 @@ def test_the_thread_reports_while_the_host_waits_for_its_device(rank: int, tmp_p
     report = next(each for each in kept.records if each.getMessage() == kept.line)
     assert report.threadName == THREAD
     assert began < report.created < ended
-    assert "rank 0, in step 4, waiting for its device, for bucket 0" in kept.line.splitlines()[0]
+    assert "rank 0, in step 4, waiting for the device, for bucket 0" in kept.line.splitlines()[0]
 
 
 @ranks(2)
@@ -222,9 +222,9 @@ def report_of(*places: hang.Place, waits: bool = True) -> list[str]:
 
 
 def test_reports_if_no_rank_is_behind_or_ranks_wait_at_different_places() -> None:
-    waiting = hang.Place(0, 7, 2, 1, "at the end of its backward", "bucket 1 ('a')")
+    waiting = hang.Place(0, 7, 2, 1, "at the end of a backward", "bucket 1 ('a')")
     lines = report_of(waiting, waiting)
-    assert lines[0] == "ranks 0 and 1, in step 7, at the end of its backward, for bucket 1 ('a')"
+    assert lines[0] == "ranks 0 and 1, in step 7, at the end of a backward, for bucket 1 ('a')"
     assert "No rank is behind" in lines[1]
     assert "    train.py:1 in main: line" in lines
 
@@ -235,11 +235,11 @@ def test_reports_if_no_rank_is_behind_or_ranks_wait_at_different_places() -> Non
     lines = report_of(waiting, waiting._replace(launched=1, back=0), waits=False)
     assert "is behind: in step 7" in lines[1]
 
-    other = hang.Place(1, 7, 2, 0, "in its backward", "bucket 0 ('b')")
+    other = hang.Place(1, 7, 2, 0, "in a backward", "bucket 0 ('b')")
     inside = hang.Place(0, 6, hang._ALL, hang._ALL, "inside the backward of wrapped module 3")
     assert report_of(other, waiting, inside)[:3] == [
-        "rank 1, in step 7, at the end of its backward, for bucket 1 ('a')",
-        "rank 0, in step 7, in its backward, for bucket 0 ('b')",
+        "rank 1, in step 7, at the end of a backward, for bucket 1 ('a')",
+        "rank 0, in step 7, in a backward, for bucket 0 ('b')",
         "rank 2, in step 6, inside the backward of wrapped module 3",
     ]
 

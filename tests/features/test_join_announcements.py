@@ -46,7 +46,7 @@ def test_backwards_that_no_forward_has_announced_are_refused(rank: int) -> None:
             loss.backward()
             loss = loss_of(ddp, rank, 1)
         loss.backward()  # local: its forward ran under no_sync
-        with pytest.raises(RuntimeError, match=r"reduce_gradients\(\) inside join\(\)"):
+        with pytest.raises(RuntimeError, match=r"reduce_gradients\(\) was called inside join\(\)"):
             ddp.reduce_gradients()
         step_of(ddp, 0)
     assert_gradients_alike(ddp)

@@ -65,5 +65,5 @@ def test_a_second_optimizer_is_refused_while_the_first_holds_gradients() -> None
         ZeroRedundancyOptimizer([*net.parameters()][:2], torch.optim.SGD, lr=0.1)
     first.step()
     _second = ZeroRedundancyOptimizer([*net.parameters()][:2], torch.optim.SGD, lr=0.1)
-    with pytest.raises(RuntimeError, match="a new ZeroRedundancyOptimizer"):
+    with pytest.raises(RuntimeError, match="a newer ZeroRedundancyOptimizer"):
         first.step()

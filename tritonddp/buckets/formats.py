@@ -50,12 +50,12 @@ class Int8:
     sparse gradients are sent as without compression. If a block of 256 elements contains a NaN or
     an infinity, the whole block becomes NaN. Parameters of one dimension or of fewer than 1,024
     elements, and weights of embeddings that no other layer shares, are never quantized: they are
-    sent in fp32. The same applies to all gradients that
-    :meth:`DistributedDataParallel.reduce_gradients` averages, which logs this once.
+    sent in fp32. :meth:`DistributedDataParallel.reduce_gradients` does not quantize either, and
+    logs this once.
 
-    With several hosts and equally many (at least two) ranks on each, the ranks of a host sum first,
-    on GPUs in ``reduce_dtype`` if it is given. Then the hosts send each other the quantized sums.
-    Otherwise all ranks send each other quantized gradients.
+    If there are several hosts with the same number of ranks each (at least two), the ranks of a
+    host first sum, on GPUs in ``reduce_dtype`` if it is given. Then the hosts send each
+    other the quantized sums. Otherwise, all ranks send each other quantized gradients.
 
     Args:
         error_feedback: keep the rounding error of a gradient in fp32, and add it to the next
@@ -69,7 +69,7 @@ class Int8:
             (``"head.*"``), or a function of name and parameter.
 
     Raises:
-        TypeError: ``error_feedback`` is not a valid value, or ``exact`` is none of these.
+        TypeError: ``error_feedback`` or ``exact`` is not one of these values.
 
     Example::
 

@@ -248,7 +248,7 @@ class ModuleParameters:
                 self._held = []  # so that the next call finds it again
                 raise NotImplementedError(
                     f"{where()}: parameter {name!r}, added after the module was wrapped, has "
-                    f"gradients of {gradient_dtype(param)}; tritonddp reduces "
+                    f"gradients of dtype {gradient_dtype(param)}. Supported dtypes: "
                     f"{', '.join(map(str, GRADIENT_DTYPES))}"
                 )
         if self.is_agreed:

@@ -1,11 +1,11 @@
 """Time a script with torch's class and with tritonddp's, and compare their gradients.
 
-The script is not edited. Both contenders run at the same time on this machine and take turns, so
-that both see the same noise; a short script is run as a whole, repeatedly. Files that it saves with
-torch.save, safetensors or torch.distributed.checkpoint go to a folder of the launch in TMPDIR and
-are loaded from there, so no launch overwrites the files of another or resumes from them. Other
-files, such as logs and files that the script opens itself, are written to their usual place. See
-docs/try.md for how times are compared, and for the meaning of the verdict.
+The script is not edited. Both contenders (the script with each class) run at the same time on this
+machine and take turns, so that both see the same noise. A short script is run as a whole, several
+times. Files that the script saves with torch.save, safetensors or torch.distributed.checkpoint are
+written to a folder in TMPDIR, one per launch, and loaded from there. No launch overwrites the files
+of another launch or resumes from them. Other files, such as logs and files that the script opens
+itself, are written to their usual paths. See docs/try.md for the method and the verdicts.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nproc-per-node", "--nproc_per_node", type=ranks, default=RANKS, help=several)
     seconds = "total seconds, counted from the first start of the script (default: %(default)s)"
     add("--seconds", type=whole(0), default=120, metavar="S", help=seconds)
-    within = "stop when the ratio is known to this many percent (default: %(default)s)"
+    within = "stop when the ratio is known to within this many percent (default: %(default)s)"
     add("--within", type=whole(1), default=2, metavar="P", help=within)
-    alone = "run one contender at a time, if two models do not fit in memory: noisier"
+    alone = "run one contender at a time, for two models that do not fit in memory (noisier)"
     add("--one-at-a-time", action="store_true", help=alone)
-    files = "do not redirect the files that the script saves; the next launch loads them"
+    files = "do not redirect the files that the script saves; later launches may load them"
     add("--keep-files", action="store_true", help=files)
     against = 'contender to compare with stock DDP; "stock" shows the noise (default: %(default)s)'
     add("--against", choices=(OURS, "stock"), default=OURS, help=against)
     add("--html", type=Path, metavar="FILE", help="write an HTML report with plots to this file")
     add("--json", action="store_true", help="print only one JSON object on stdout")
-    add("-m", "--module", action="store_true", help="the script is a module name")
+    add("-m", "--module", action="store_true", help="the script is a module, as in python -m")
     add("script", help="the training script, as for torchrun")
     add("script_arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
@@ -94,7 +94,7 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
         f"times in turns, {arguments.nproc_per_node} ranks each"
     )
     progress.say(
-        f"about {LEAST_LAUNCHES} to 10 launches of both, until the ratio of step times is known "
+        f"about {LEAST_LAUNCHES} to 10 launches with both, until the ratio of step times is known "
         f"to {arguments.within} %, or for {arguments.seconds} s after the script has started. The "
         "first launch gives a first table. Ctrl-C stops and shows the results so far"
     )

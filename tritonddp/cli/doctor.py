@@ -1,10 +1,10 @@
-"""Show this machine, the communication rates of its ranks, and the consequences for training.
+"""Show this machine and the communication rates of its ranks, and recommend options for training.
 
     tritonddp doctor                          one rank per GPU, or 2 ranks on the CPU
     torchrun ... -m tritonddp doctor          the ranks that torchrun starts, on any number of hosts
     ... --parameters 124e6 --backward-ms 336  exposed time of fp32, bf16 and int8 for this model
 
-Each line appears as soon as it is known, and the name of each check before it starts.
+Each result appears as soon as it is known. The name of a check appears before the check starts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nproc-per-node", type=whole(1), metavar="N", help=several)
     device = "device of the exchanged tensors (default: cuda if there are GPUs)"
     add("--device", choices=("cpu", "cuda"), help=device)
-    seconds = "seconds after which an unresponsive rank is an error (default: 60)"
+    seconds = "seconds to wait for a rank before reporting an error (default: 60)"
     add("--timeout", type=whole(1), default=60, metavar="S", help=seconds)
     add(
         "--parameters",

@@ -19,14 +19,14 @@ from tritonddp import __version__
 COMMANDS = {
     "run": "run a script under torchrun with tritonddp's class in place of torch's",
     "compare": "time a script with torch's class and with tritonddp's, and compare the gradients",
-    "doctor": "show this machine, the communication rates of its ranks, and what to set",
+    "doctor": "show this machine and the communication rates of its ranks, and recommend options",
 }
 EXIT_CODES = """\
 exit codes:
   0  success (run: the script's exit code)
-  1  a problem was found: gradients or parameters differ, or only tritonddp fails or is slower
-  2  the command line is invalid; the message has the reason
-  3  the script failed, wrapped no model or made too few steps; the message says which
+  1  problem found: gradients or parameters differ, only tritonddp fails, or tritonddp is slower
+  2  the command line is invalid; the message gives the reason
+  3  the script failed, wrapped no model or ran too few steps; the message gives the reason
 """
 
 

@@ -1,10 +1,10 @@
 """Run a script under torchrun, with tritonddp's class in place of torch's.
 
-The options and the exit code are torchrun's. The script is not edited: every Python process that it
-starts uses tritonddp's class, no matter from where it imports torch's DistributedDataParallel. At
-the end, a line on stderr reports how many models were wrapped. Without a rendezvous, the script
-runs on this machine only, with 2 ranks unless --nproc-per-node is given. A script that starts its
-own ranks (torch.multiprocessing.spawn) is run with python instead.
+The options and the exit code are torchrun's. The script is not edited: every Python process of the
+run uses tritonddp's class, no matter how it imports torch's DistributedDataParallel. At the end, a
+line on stderr reports how many models were wrapped. Without a rendezvous option, the script runs on
+this machine only, with 2 ranks unless --nproc-per-node is given. A script that starts its own ranks
+(torch.multiprocessing.spawn) is run with python instead of torchrun.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ _CASTS = (
 _OVERRIDES = f"a subclass of the wrapper overrides {{}}(), {_INSIDE}"
 _VIEWS = (
     f"buffers that share memory are overwritten before each forward, {_INSIDE}, or wrap it with "
-    "broadcast_buffers=False"
+    "forward_sync_buffers=False"
 )
 _BUFFERS_AFTER = f"a buffer hook runs after each forward, {_INSIDE}"
 # Methods that an untraced forward calls, and that subclasses may override.

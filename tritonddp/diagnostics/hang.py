@@ -110,13 +110,13 @@ def place_of(wrapper: Any) -> Place | None:
     reduction = None if backward is None else backward.reduction
     if any(each.readback.peek() is None for each in [*core.agreement.pending]):
         last = step if reduction is None else step - 1
-        return Place(number, last, _ALL, 0, "waiting for its device", "bucket 0")
+        return Place(number, last, _ALL, 0, "waiting for the device", "bucket 0")
     if backward is not None and reduction is not None:
         back, buckets = reduction.done, reduction.buckets
-        phase = "in its backward" if backward.runs else "at the end of its backward"
+        phase = "in a backward" if backward.runs else "at the end of a backward"
         bucket = buckets[back].title if back < len(buckets) else ""
         return Place(number, step, len(reduction.works), back, phase, bucket)
-    phase = "in its forward" if wrapper.running else _OUTSIDE
+    phase = "in a forward" if wrapper.running else _OUTSIDE
     if backward is not None:
         phase = "in a local backward"
     return Place(number, step, _ALL, _ALL, phase)

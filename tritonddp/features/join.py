@@ -94,8 +94,8 @@ class JoinProtocol:
         """Raise a RuntimeError, because ranks without inputs could not follow."""
         if not throws_on_early_termination(self._ddp):
             raise RuntimeError(
-                f"{self._state.core.where()}: {what} inside join(): a rank without inputs would "
-                "not take part. Call it after join()"
+                f"{self._state.core.where()}: {what} was called inside join(), where ranks without "
+                "inputs cannot take part. Call it after join()"
             )
 
     # Steps of a forward
@@ -171,7 +171,7 @@ class JoinProtocol:
         if len({flags[number] & _OVER_PRESENT for number in present}) > 1:
             raise RuntimeError(
                 f"{self._next_forward()}: divide_by_initial_world_size of join() differs between "
-                "ranks"
+                "ranks. Pass the same value on all ranks"
             )
         self.syncs_buffers = any(each & _SYNCS_BUFFERS for each in flags)
         self._differs = len(set(schemas)) > 1

@@ -158,10 +158,10 @@ class AccumulationWindow(Extension):
         is_late = backward.first_param is not None  # its first gradient is in .grad already
         if is_late and (wants_base if self.weight is None else not weight.is_sum):
             raise RuntimeError(
-                f"{backward.where}: this weighted backward does not start at the outputs of the "
-                "wrapped module: its "
-                "first gradient was added to .grad before the wrapper noticed it, and cannot be "
-                "separated. Add its loss to one of the outputs, or reduce this backward separately"
+                f"{backward.where}: this weighted backward reached a parameter before any output "
+                "of the wrapped module (for example, in a weight penalty). Its gradient is already "
+                "in .grad and cannot be weighted. Add this loss term to an output in the module's "
+                "forward, or reduce this backward separately"
             )
         if self.weight is None:
             self.weight = weight

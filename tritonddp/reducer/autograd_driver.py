@@ -237,8 +237,8 @@ class AutogradDriver:
         if getattr(sys.modules.get(COMPILED_AUTOGRAD), IN_COMPILED_AUTOGRAD, False):
             raise RuntimeError(
                 f"{self.where()}: Compiled autograd is not compatible with tritonddp, whose hooks "
-                "require the autograd engine. Keep torch._dynamo.config.compiled_autograd=False. "
-                "torch.compile does not need it to compile a forward."
+                "require the autograd engine. Set torch._dynamo.config.compiled_autograd = False. "
+                "torch.compile(ddp) does not need compiled autograd."
             )
         bypasses_forward = forward is None and not self.forwards.was_local
         source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)
@@ -297,9 +297,10 @@ class AutogradDriver:
             return
         if self.forwards.by_call and not forward.syncs:
             raise RuntimeError(
-                f"{backward.where}: this backward reached a forward inside no_sync() after it had "
-                "begun to average a gradient that no forward had produced. Run both the forward "
-                "and the backward inside no_sync(), or both outside"
+                f"{backward.where}: this backward first reached a parameter without a forward of "
+                "the module (for example, in a weight penalty), then a forward inside no_sync(). "
+                "It cannot average only the former. Run both the forward and the backward inside "
+                "no_sync(), or both outside"
             )
         forward.reach()
 
@@ -697,9 +698,9 @@ class AutogradDriver:
         Raises:
             RuntimeError: gradients cannot be ``what`` now.
         """
-        message = f"gradients cannot be {what} during capture. Do it outside the graph"
+        message = f"gradients cannot be {what} during capture. Make this call outside the graph"
         capture.refuse(self.manager.current, self.where(), message)
-        problem = f"gradients cannot be {what} while a backward is running. Wait for its end"
+        problem = f"gradients cannot be {what} during a backward. Make this call after backward()"
         self.flush_outside_backward(problem, reduces=True)
 
     def reduce_accumulated(self) -> None:

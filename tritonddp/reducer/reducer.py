@@ -199,9 +199,9 @@ class Reducer:
         if others:
             logger.warning(
                 "%s: %s were used before a forward of the module detected them, and their values "
-                "differed from those of rank %s, which all ranks use from now on. The gradients "
-                "of this step belong to the former values. Initialize such parameters identically "
-                "on all ranks, for example with the same seed",
+                "differed between ranks. From now on, all ranks use the values of rank %s. The "
+                "gradients of this step were computed with the local values. Initialize such "
+                "parameters identically on all ranks, for example with the same seed",
                 *(self.where(), listed(others), self.sync.source_rank),
             )
 
@@ -224,8 +224,8 @@ class Reducer:
             "%s: the previous backward failed%s",
             self.where(),
             # If all buckets were sent, a communication hook may have failed.
-            f". On ranks whose backward continued, gradients are NaN in this step in {len(unsent)} "
-            f"of {len(buckets)} buckets, which this rank had not sent"
+            f". It had not sent {len(unsent)} of {len(buckets)} buckets: their gradients are NaN "
+            "in this step on ranks whose backward continued. Skip the optimizer step on all ranks"
             if unsent
             else "",
         )

@@ -44,13 +44,13 @@ _hooks: list[Any] = []
 
 
 class ZeroRedundancyOptimizer(Optimizer):
-    """Steps each parameter on one rank, its *owner*, so that each holds ``1/W`` of the state.
+    """Step each parameter on one rank, its *owner*, so that each rank holds ``1/W`` of the state.
 
     A drop-in for :class:`torch.distributed.optim.ZeroRedundancyOptimizer`, for the parameters of a
     module wrapped in :class:`tritonddp.DistributedDataParallel`. The wrapper reduces each gradient
     to its owner instead of to all ranks. A step therefore sends as many bytes as without sharding:
-    half of an all-reduce for gradients, and as much for the new parameter values. This is ZeRO
-    (Rajbhandari et al., 2019, arXiv 1910.02054), stages 1 and 2, with whole tensors.
+    half of an all-reduce for gradients, and as much for the new parameter values. This is stage 1
+    of ZeRO (Rajbhandari et al., 2019, arXiv 1910.02054), with whole tensors.
 
     The owner holds the whole parameter, so that optimizers that work on matrices are supported. On
     other ranks, ``.grad`` is ``None`` after a reduced backward.
@@ -225,9 +225,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         core = self._core
         if not self.is_in_force:
             raise RuntimeError(
-                f"{core.where()}: the wrapper has a new ZeroRedundancyOptimizer, or a new process "
-                "group: pass all parameters to one optimizer, in groups, or create the optimizer "
-                "again"
+                f"{core.where()}: this optimizer is no longer in use, because the wrapper has a "
+                "newer ZeroRedundancyOptimizer or a new process group. Pass all parameters to one "
+                "optimizer, in groups, or create the optimizer again"
             )
         if self._state.sync.join is not None:
             raise RuntimeError(f"{core.where()}: {_NO_JOIN}")
@@ -293,9 +293,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         if self._consolidated is None:
             raise RuntimeError(
                 f"Optimizer state has not been consolidated on this rank ({self._group.rank}). "
-                "Call `consolidate_state_dict(to=rank)` on all ranks first to save the full "
-                "state. Functions of torch.distributed.checkpoint.state_dict would need the full "
-                "state on all ranks: save the result of `state_dict()` there instead"
+                "Call `consolidate_state_dict(to=rank)` on all ranks, then `state_dict()` on that "
+                "rank. Instead of torch.distributed.checkpoint.state_dict, which needs the full "
+                "state on all ranks, pass the result to torch.distributed.checkpoint.save()"
             )
         return dict(self._consolidated)
 

@@ -306,8 +306,9 @@ class ReadyTracker:
                 f"became ready after its bucket {bucket.index} had been flattened or skipped. "
                 "Either it comes from an inner backward (torch.utils.checkpoint with "
                 "use_reentrant=True) for the first time, or the unused parameter was converted to "
-                "another dtype or device and back. From the next step on tritonddp waits for such "
-                "gradients. With use_reentrant=False autograd announces them in advance."
+                "another dtype or device and back. Discard the gradients of this step and continue "
+                "training: tritonddp waits for this gradient from the next step on. To avoid the "
+                "error, use use_reentrant=False."
             )
 
     def learn(self) -> None:
