@@ -1,14 +1,12 @@
 """``Tensor.grad_dtype``: gradients of another dtype than their parameters."""
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, ranks
+from distributed import ranks
 from modules import Layers
-from recording.device import recording
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 from training import (
@@ -75,19 +73,6 @@ def test_means_have_the_dtype_and_its_digits(way: str) -> None:
         assert_gradients_alike(ddp)
     sent = {bucket.wire_dtype for bucket in ddp.reducer.buckets}
     assert is_rounded or sent == {torch.bfloat16, torch.float32}
-
-
-@ranks(2, views=True, interprets=True)
-def test_gradients_on_the_recorded_device_are_those_on_the_cpu(view: bool) -> None:
-    module = Layers("abc", WIDTH)
-    found: list[list[Tensor]] = [[], []]
-    for device, grads in zip(("cpu", "cuda"), found, strict=True):
-        with recording() if device == "cuda" else nullcontext():
-            ddp = wrap(low(module, *WIDE).to(device), view)
-            for step in range(4):
-                train_step(ddp, inputs(step).to(device))
-                grads += [grad.cpu() for grad in gradients(ddp)]
-    assert_same_bits(*found)
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])

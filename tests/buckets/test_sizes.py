@@ -53,20 +53,6 @@ def test_buckets_of_well_known_models(name: str, expected: list[float], stock: i
     assert sum(mib(params)) == pytest.approx(sum(mib(params, STOCK)), abs=1)
 
 
-@pytest.mark.parametrize("whole", [1, 5, 12, 53, 100, 5000])
-def test_the_first_bucket_is_small_and_so_are_the_last(whole: int) -> None:
-    sizes = mib([torch.empty(MIB // 16, device="meta")] * (4 * whole))  # of 0.25 MiB
-    assert sum(sizes) == pytest.approx(whole, abs=0.3)
-    assert sizes[0] == min(4, whole)
-    left, usual = float(whole - sizes[0]), 0
-    for size in sizes[1:]:
-        usual += size == 25
-        assert min(left, max(4, min(25, left / 2))) - 0.2 <= size <= 25
-        left -= size
-    assert sizes[-1] <= 4
-    assert len(sizes) - usual <= 6
-
-
 def test_a_gradient_of_three_buckets_has_its_own_bucket_and_closes_no_other() -> None:
     small, large = torch.empty(MIB // 4, device="meta"), torch.empty(20 * MIB, device="meta")
     params = [small, large, *[small] * 8, large]  # of 1 and 80 MiB

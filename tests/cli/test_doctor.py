@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import ExitStack
 from types import SimpleNamespace
 
 import launched
@@ -15,7 +14,7 @@ from launched import ROOT
 from versions import needs_quiet_gloo
 
 from benchmarks.network import namespaces
-from tritonddp.cli import doctor, doctor_ranks
+from tritonddp.cli import doctor_ranks
 from tritonddp.cli.doctor_wires import Lines
 from tritonddp.cli.main import main
 from tritonddp.coordination.host.connect import Refusal
@@ -63,33 +62,15 @@ def test_a_rank_that_dies_is_named(tmp_path):
     assert value(lines, "torch")
 
 
-def test_one_rank_needs_no_group_and_a_cpu_no_triton(capsys, monkeypatch):
-    if not torch.cuda.is_available():
-        monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_one_rank_needs_no_group_a_cpu_no_triton_and_cuda_a_gpu(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
     assert in_process("--nproc-per-node", "1", "--device", "cpu") == 0
     out = capsys.readouterr().out
     assert "1 rank: nothing is exchanged" in out
-    assert "line  " not in out
-    assert "not installed; needed on GPUs only" in out or torch.cuda.is_available()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_cuda_is_broken(capsys):
+    assert "not installed; needed on GPUs only" in out
     assert in_process("--device", "cuda") == 1
     assert capsys.readouterr().out.endswith("broken: kernels: torch finds no CUDA device\n")
-
-
-def test_gpus_are_listed(capsys, monkeypatch):
-    """The driver is faked."""
-    card = SimpleNamespace(name="NVIDIA X", total_memory=80 << 30, major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    assert in_process("--nproc-per-node", "1", "--device", "cpu") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert value(lines, "cuda:1") == "NVIDIA X, 80 GiB, compute capability 9.0"
-    assert value(lines, "NCCL") == "2.28.9"
 
 
 ISLANDS = """\
@@ -102,25 +83,32 @@ NIC0\tPIX\tPIX\tNODE\t X
 Legend:
   NV#  = Connection traversing a bonded set of # NVLinks
 """
+LINKS = {
+    ISLANDS: "NVLink between some GPUs",
+    ISLANDS.replace("SYS", "NV4"): "NVLink between all GPUs",
+    ISLANDS.replace("NV4", "PHB"): "no NVLink (nvidia-smi: PHB, SYS)",
+    "No devices were found\n": "unknown: `nvidia-smi topo -m` reports nothing",
+}
 
 
-@pytest.mark.parametrize(
-    ("shown", "expected"),
-    [
-        (ISLANDS, "NVLink between some GPUs"),
-        (ISLANDS.replace("SYS", "NV4"), "NVLink between all GPUs"),
-        (ISLANDS.replace("NV4", "PHB"), "no NVLink (nvidia-smi: PHB, SYS)"),
-        ("No devices were found\n", "unknown: `nvidia-smi topo -m` reports nothing"),
-    ],
-)
-def test_links_are_those_that_nvidia_smi_shows(monkeypatch, tmp_path, shown, expected):
-    """``nvidia-smi`` is faked."""
-    (tmp_path / "shown").write_text(shown)
+def test_gpus_and_their_links_are_listed(capsys, monkeypatch, tmp_path):
+    """The driver and ``nvidia-smi`` are faked."""
+    card = SimpleNamespace(name="NVIDIA X", total_memory=80 << 30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     command = tmp_path / "nvidia-smi"
     command.write_text(f"#!/bin/sh\n/bin/cat {tmp_path}/shown\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor._links() == expected
+    for shown, links in LINKS.items():
+        (tmp_path / "shown").write_text(shown)
+        assert in_process("--nproc-per-node", "1", "--device", "cpu") == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert value(lines, "cuda:1") == "NVIDIA X, 80 GiB, compute capability 9.0"
+        assert value(lines, "NCCL") == "2.28.9"
+        assert value(lines, "links") == links
 
 
 GROUP = Refusal("no ranks share a host")
@@ -186,21 +174,21 @@ def test_a_backward_without_parameters_is_refused(capsys):
 @pytest.fixture
 def hosts():
     """Two emulated hosts, each sending up to 200 Mbit/s, if this machine supports them."""
-    with ExitStack() as stack:
-        try:
-            yield stack.enter_context(namespaces.network(2, 200e6))
-        except namespaces.NetworkUnavailableError as error:
-            pytest.skip(str(error))
+    try:
+        with namespaces.network(2, 200e6) as hosts:
+            yield hosts
+    except namespaces.NetworkUnavailableError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.long
 def test_two_hosts_show_the_rates_within_and_between_them(hosts):
     words = [sys.executable, *COMMAND, "--parameters", "10.5e6", "--backward-ms", "100"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = []
     for rank in range(4):
         env = os.environ | {"PYTHONPATH": str(ROOT)} | namespaces.rank_environment(hosts, rank, 2)
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
-        processes.append(hosts[rank // 2].start(words, **options))
+        processes.append(hosts[rank // 2].start(words, env=env, **pipes))
     texts, errors = zip(*(each.communicate(timeout=400) for each in processes), strict=True)
     assert not any(each.returncode for each in processes), errors
     lines = texts[0].splitlines()

@@ -9,58 +9,10 @@ import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather, ranks
 from launched import ROOT
-from modules import normed
 from torch import Tensor, nn
 from training import drawn
 
 from tritonddp import DistributedDataParallel
-
-
-class Counting(nn.Sequential):
-    """Adds one to its buffer in each forward. Each rank starts at another value."""
-
-    def __init__(self) -> None:
-        super().__init__(*normed())
-        self.register_buffer("count", torch.tensor(dist.get_rank()))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.count += 1
-        return super().forward(inputs) * self.count
-
-
-@ranks(2)
-def test_the_next_forward_waits_for_futures() -> None:
-    """It may run before any backward, for example in validation."""
-    ddp = DistributedDataParallel(Counting())
-    seen: list[int] = []
-
-    def hook(state: None, named_buffers: dict[str, Tensor]) -> list[torch.futures.Future]:
-        future: torch.futures.Future = torch.futures.Future()
-
-        def complete() -> None:
-            seen.append(int(named_buffers["count"]))
-            future.set_result(None)
-
-        threading.Timer(0.3, complete).start()
-        return [future]
-
-    ddp._register_buffer_comm_hook(None, hook)
-    for _ in range(2):
-        with torch.no_grad():
-            ddp(torch.randn(5, 3))
-    assert seen == [1]
-
-
-@ranks(2)
-def test_a_failed_future_is_an_error_of_the_backward() -> None:
-    ddp = DistributedDataParallel(Counting())
-    with pytest.raises(TypeError, match="hook must be callable, got str"):
-        ddp._register_buffer_comm_hook(None, "hook")  # type: ignore[arg-type]
-    future: torch.futures.Future = torch.futures.Future()
-    future.set_exception(ValueError("the buffers are lost"))
-    ddp._register_buffer_comm_hook(None, lambda state, named_buffers: [future])
-    with pytest.raises(ValueError, match="the buffers are lost"):
-        ddp(torch.randn(5, 3)).sum().backward()
 
 
 class Averaging(nn.Linear):
@@ -75,6 +27,40 @@ class Averaging(nn.Linear):
         self.count += 1
         self.average.lerp_(inputs.mean(0), 0.1)
         return super().forward(inputs)
+
+
+@ranks(2)
+def test_the_next_forward_waits_for_futures() -> None:
+    """It may run before any backward, for example in validation."""
+    ddp = DistributedDataParallel(Averaging())
+    seen: list[int] = []
+
+    def complete(future: torch.futures.Future, named_buffers: dict[str, Tensor]) -> None:
+        seen.append(int(named_buffers["count"]))
+        future.set_result(None)
+
+    def hook(state: None, named_buffers: dict[str, Tensor]) -> list[torch.futures.Future]:
+        future: torch.futures.Future = torch.futures.Future()
+        threading.Timer(0.3, complete, (future, named_buffers)).start()
+        return [future]
+
+    ddp._register_buffer_comm_hook(None, hook)
+    for _ in range(2):
+        with torch.no_grad():
+            ddp(torch.randn(5, 3))
+    assert seen == [1]
+
+
+@ranks(2)
+def test_a_failed_future_is_an_error_of_the_backward() -> None:
+    ddp = DistributedDataParallel(Averaging())
+    with pytest.raises(TypeError, match="hook must be callable, got str"):
+        ddp._register_buffer_comm_hook(None, "hook")  # type: ignore[arg-type]
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_exception(ValueError("the buffers are lost"))
+    ddp._register_buffer_comm_hook(None, lambda state, named_buffers: [future])
+    with pytest.raises(ValueError, match="the buffers are lost"):
+        ddp(torch.randn(5, 3)).sum().backward()
 
 
 @ranks(2)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_on_all_ranks, gather, ranks
+from distributed import assert_same_on_all_ranks, ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from training import WAYS, assert_close, drawn, gradients, wrap
+from training import WAYS, assert_close, drawn, gradients, means, wrap
 
 from tritonddp import DistributedDataParallel
 
@@ -36,19 +36,13 @@ class Net(nn.Module):
         return x.square().mean() * (self.phase * 2j).abs().sum()
 
 
-def sums(net: nn.Module, factor: float) -> list[Tensor | None]:
-    """Divided sums of gradients over all ranks; ``None`` if no rank has a gradient."""
-    found: list[Tensor | None] = []
-    for grad in gradients(net):
-        there = [
-            each for each in gather(None if grad is None else grad.to_dense()) if each is not None
-        ]
-        found.append(sum(there[1:], there[0]) / factor if there else None)
-    return found
-
-
 def dense(grads: list[Tensor | None]) -> list[Tensor | None]:
     return [None if grad is None else grad.to_dense() for grad in grads]
+
+
+def sums(net: nn.Module, factor: float) -> list[Tensor | None]:
+    """Divided sums of gradients over both ranks; ``None`` if no rank has a gradient."""
+    return [None if each is None else each * 2 / factor for each in means(dense(gradients(net)))]
 
 
 def assert_divided(actual: list[Any], expected: list[Any], within: float, what: str) -> None:

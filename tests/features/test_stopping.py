@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from distributed import (
@@ -46,7 +45,7 @@ def assert_all_stop(found: int, what: str = "") -> None:
 
 
 @ranks(3)
-def test_all_ranks_stop_after_the_same_step_and_nothing_more_is_sent() -> None:
+def test_all_ranks_stop_after_the_same_step_and_nothing_more_is_sent(rank: int) -> None:
     for asking in ((1,), (0, 1, 2)):
         ddp, plain = wrap(mlp(4, 8, 2)), wrap(mlp(4, 8, 2))
         plain.load_state_dict(ddp.state_dict())
@@ -59,7 +58,11 @@ def test_all_ranks_stop_after_the_same_step_and_nothing_more_is_sent() -> None:
             train_step(plain, drawn(5, 4, step=number))
             assert_same_bits(gradients(ddp), gradients(plain), f"step {number}")
 
-        assert_all_stop(steps_to_stop(ddp, step, asking))
+        with logged(logging.INFO) as kept:
+            assert_all_stop(steps_to_stop(ddp, step, asking))
+        who = " and ".join(f"rank {each}" for each in asking)
+        line = f"rank {rank}: stop requested by {who}; all ranks stop after the same reduction"
+        assert [each for each in kept.lines() if "stop" in each] == [line]
         for number in range(ASKED_AT + 1, ASKED_AT + 4):
             step(number)
             assert ddp.should_stop()
@@ -104,18 +107,6 @@ def test_a_rank_without_inputs_may_request_a_stop(rank: int) -> None:
     assert ddp.should_stop()
 
 
-@ranks(3)
-def test_each_rank_logs_the_requesting_ranks_once(rank: int) -> None:
-    with logged(logging.INFO) as kept:
-        ddp = wrap(mlp(4, 8, 2))
-        if rank:
-            ddp.request_stop()
-        for _ in range(3):
-            train_step(ddp, drawn(5, 4))
-    asked = "stop requested by rank 1 and rank 2; all ranks stop after the same reduction"
-    assert [line for line in kept.lines() if "stop" in line] == [f"rank {rank}: {asked}"]
-
-
 @ranks(2)
 def test_a_signal_to_one_rank_stops_all_wrappers_of_all_ranks(rank: int) -> None:
     first = wrap(mlp(4, 8, 2))
@@ -133,15 +124,12 @@ def test_a_signal_to_one_rank_stops_all_wrappers_of_all_ranks(rank: int) -> None
     assert not third.should_stop()
 
 
-@pytest.mark.parametrize("way", ["copies", "process group"])
 @ranks(3)
-def test_ranks_that_get_a_signal_at_any_moment_stop_after_the_same_step(
-    rank: int, way: str
-) -> None:
+def test_ranks_that_get_a_signal_at_any_moment_stop_after_the_same_step(rank: int) -> None:
     for trial in range(15):
         chance, chance_here = random.Random(trial), random.Random(f"{trial} {rank}")
         struck = chance.sample(range(3), chance.randint(1, 3))
-        ddp = DistributedDataParallel(mlp(6, 24, 12, 4), bucket_cap_mb=8e-4, **WAYS[way])
+        ddp = wrap(mlp(6, 24, 12, 4), bucket_cap_mb=8e-4)
         former = signal.signal(signal.SIGALRM, lambda *_: None)  # for one after the stop
         with tritonddp.stop_on_signal(signal.SIGALRM):
             if rank in struck:

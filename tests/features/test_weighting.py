@@ -9,7 +9,7 @@ import pytest
 import torch
 from distributed import assert_same_bits, gather, ranks
 from logged import logged
-from modules import OnDemand, mlp
+from modules import mlp
 from torch import nn
 from training import (
     assert_close,
@@ -57,30 +57,17 @@ def test_invalid_weights_are_refused() -> None:
 
 @ranks(2)
 def test_backwards_that_do_not_fit_a_window_are_refused_until_it_is_dropped() -> None:
-    misfits: list[tuple[dict[str, Any], str]] = [
-        ({}, "has no weight"),
-        ({"weight": 1, "reduction": "sum"}, "'mean' and reduction='sum'"),
-    ]
-    for options, message in misfits:
+    for weight, message in ((None, "has no weight"), (1, "'mean' and reduction='sum'")):
         ddp = wrap(net())
-        with ddp.no_sync():
-            backward(ddp, weight=1)
-        with pytest.raises(RuntimeError, match=message):
-            backward(ddp, **options)
-        ddp.zero_grad()
-        backward(ddp)
-        assert_gradients_alike(ddp)
-        with ddp.no_sync():
-            backward(ddp, weight=1)
-        ddp.zero_grad()
-        backward(ddp)  # has no weight
-
-
-@ranks(2)
-def test_a_local_weighted_backward_must_start_at_the_outputs() -> None:
-    ddp = wrap(net())
-    with ddp.weighted(1), ddp.no_sync(), pytest.raises(RuntimeError, match="before any output of"):
-        ddp.module[0].weight.sum().backward()
+        for is_refused in (True, False):
+            with ddp.no_sync():
+                backward(ddp, weight=1)
+            if is_refused:
+                with pytest.raises(RuntimeError, match=message):
+                    backward(ddp, weight, "sum")
+            ddp.zero_grad()
+            backward(ddp)  # has no weight
+            assert_gradients_alike(ddp)
 
 
 @ranks(2, views=True)
@@ -155,13 +142,3 @@ def test_a_backward_that_bypasses_the_outputs_has_its_weight(rank: int, view: bo
             weight.sum().backward()
     ddp.reduce_gradients()
     assert_close(weight.grad, (kept + 1) / 3)
-
-
-@ranks(2)
-def test_a_parameter_that_no_microbatch_uses_has_no_gradient() -> None:
-    ddp = wrap(OnDemand())
-    for weight, context in ((3, ddp.no_sync()), (2, ddp.no_sync()), (1, nullcontext())):
-        with context, ddp.weighted(weight):
-            ddp(torch.randn(4, 3)).sum().backward()
-    assert_gradients_alike(ddp)
-    assert ddp.module.extra.weight.grad is None

@@ -35,26 +35,17 @@ def check_package() -> None:
             import_module(each.name)
 
 
-def run(program: str, *words: str) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([program, *words], env=env, text=True, capture_output=True, timeout=300)
-    if done.returncode:
-        sys.exit(f"installed.py: {' '.join(words)} failed:\n{done.stdout}{done.stderr}")
-
-
 def main() -> None:
     check_package()
     script = re.search(r"^```python\n(import torch\n.*?)^```", PAGE.read_text(), re.M | re.S)
     assert script is not None, f"{PAGE} has no script that begins with 'import torch'"
-    command, two_ranks = str(Path(sys.prefix, "bin", "tritonddp")), ("--nproc-per-node", "2")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     with tempfile.TemporaryDirectory(prefix="tritonddp-installed-") as folder:
-        os.chdir(folder)
-        Path("train.py").write_text(script[1])
-        run(command, "doctor", "--help")
-        run(command, "run", *two_ranks, "train.py")
-        launcher = ("-m", "torch.distributed.run", "--standalone")
-        run(sys.executable, *launcher, *two_ranks, "train.py")
-        os.chdir("/")  # the folder is removed
+        Path(folder, "train.py").write_text(script[1])
+        for launcher in ([str(Path(sys.prefix, "bin", "tritonddp")), "run"], torchrun):
+            command = [*launcher, "--nproc-per-node", "2", "train.py"]
+            subprocess.run(command, cwd=folder, check=True, timeout=300)
     print(f"tritonddp {tritonddp.__version__} is complete, and trains on two ranks")
 
 

@@ -4,13 +4,10 @@ A process records lines for the test that started it, or for the test that it re
 ``distributed.py``), as the context of coverage.py. The data are in ``build/coverage``.
 """
 
-import ast
-import json
 import os
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,32 +18,32 @@ _STARTED_BY = re.compile(r"^.* \((?:setup|call|teardown)\)\|")
 _PHASE = re.compile(r" \((?:setup|call|teardown)\)$")
 
 
-def measure(arguments: list[str], folder: Path = FOLDER) -> None:
+def measure(arguments: list[str]) -> None:
     """Run the tests, by default all of ``make test-all``, which takes half an hour or more."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("data*"):
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for old in FOLDER.glob("data*"):
         old.unlink()
     # A process that a test starts finds the test in its environment.
-    settings = folder / "settings"
+    settings = FOLDER / "settings"
     settings.write_text(
-        f"[run]\ndata_file = {folder}/data\nparallel = true\nsource_pkgs = tritonddp\n"
+        f"[run]\ndata_file = {FOLDER}/data\nparallel = true\nsource_pkgs = tritonddp\n"
         "core = ctrace\npatch = _exit, fork\ncontext = ${PYTEST_CURRENT_TEST-}\n"
     )
-    environment = {
-        **os.environ,
-        # coverage.py starts in each process with this variable.
-        "COVERAGE_PROCESS_START": str(settings),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
-        ),
-    }
-    wanted = arguments or ["-n", "2", "--dist", "loadfile"]
-    marks = ["-m", "not gpu and not thorough and not clients"]
-    durations = f"--junitxml={folder}/tests.xml"
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "measured", durations, *marks, *wanted]
-    subprocess.run(tests, cwd=ROOT, env=environment, check=False)
-    _coverage(folder, "combine", "--quiet")
+    paths = filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+    # coverage.py starts in each process with this variable.
+    variables = {"COVERAGE_PROCESS_START": str(settings), "OMP_NUM_THREADS": "1"}
+    variables |= {"PYTHONPATH": os.pathsep.join(paths)}
+    words = ["-q", "-p", "measured", f"--junitxml={FOLDER}/tests.xml"]
+    words += ["-m", "not gpu and not thorough and not clients"]
+    words += arguments or ["-n", "2", "--dist", "loadfile"]
+    command = [sys.executable, "-m", "pytest", *words]
+    subprocess.run(command, cwd=ROOT, env=os.environ | variables, check=False)
+    run_coverage("combine")
+
+
+def run_coverage(*arguments: str) -> None:
+    command = [sys.executable, "-m", "coverage", *arguments, "-q", f"--rcfile={FOLDER}/settings"]
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
@@ -58,49 +55,6 @@ def pytest_runtest_logstart(nodeid: str) -> None:
         current.switch_context(nodeid)
 
 
-def missing_lines(folder: Path = FOLDER) -> dict[str, list[int]]:
-    """Return the lines that no test has executed, by file, and print their number."""
-    _coverage(folder, "json", "--quiet", "-o", f"{folder}/lines.json")
-    report = json.loads((folder / "lines.json").read_text())
-    totals = report["totals"]
-    print(f"{totals['num_statements']} lines, of which {totals['missing_lines']} were not executed")
-    prefix = len("tritonddp/")
-    return {path[prefix:]: each["missing_lines"] for path, each in report["files"].items()}
-
-
-def _coverage(folder: Path, *arguments: str) -> None:
-    command = [sys.executable, "-m", "coverage", *arguments, f"--rcfile={folder}/settings"]
-    subprocess.run(command, cwd=ROOT, check=True)
-
-
 def owner_of(context: str) -> str:
     """The test of a context: the test that the process received, or else that started it."""
     return _PHASE.sub("", _STARTED_BY.sub("", context))
-
-
-@cache
-def functions(name: str) -> dict[str, list[range]]:
-    """The lines of the statements of each function and class of a file; ``""`` is the module.
-
-    The statements of inner functions and classes, and docstrings, are excluded.
-    """
-    found: dict[str, list[range]] = {"": []}
-
-    def walk(node: ast.AST, function: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            inner = function
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                inner = f"{function}.{child.name}".removeprefix(".")
-                found.setdefault(inner, [])
-            if isinstance(child, ast.stmt | ast.excepthandler) and not _is_text(child):
-                body = getattr(child, "body", None)
-                end = body[0].lineno if isinstance(body, list) else (child.end_lineno or 0) + 1
-                found[function].append(range(child.lineno, max(end, child.lineno + 1)))
-            walk(child, inner)
-
-    walk(ast.parse((PACKAGE / name).read_text()), "")
-    return found
-
-
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

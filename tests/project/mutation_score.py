@@ -1,8 +1,7 @@
 """Which small faults of the package do its tests find?
 
     python tests/project/mutation_score.py              plays each mutation against its tests
-    python tests/project/mutation_score.py --changed    only those that the result file lacks
-    python tests/project/mutation_score.py --replay     only those that it names and the tree has
+    python tests/project/mutation_score.py --replay     only those that the result file names
 
 A mutation negates a condition, drops a statement or swaps two arguments of a call, in the rooms
 that exchange gradients. The mutations of the result file are played, and others up to ``COUNT``.
@@ -16,10 +15,11 @@ import argparse
 import ast
 import importlib.util
 import json
-import multiprocessing
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as Xml
@@ -28,7 +28,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
-from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -36,43 +35,34 @@ from typing import Any, NamedTuple
 from measured import FOLDER, PACKAGE, ROOT
 from tests_of import reaching
 
-_ROOMS = ("reducer", "comm", "buckets", "coordination")
-PLACES = (*(f"{room}/**/*.py" for room in _ROOMS), "wrapper.py", "state.py")
+PLACES = (
+    *(f"{room}/**/*.py" for room in ("reducer", "comm", "buckets", "coordination")),
+    *("wrapper.py", "state.py"),
+)
 COUNT = 400
 SECONDS = 8.0  # of tests for each mutation, by their recorded durations
-LIMIT = 60.0  # seconds of one process of tests: a mutation that hangs is found
-_GRACE = 2.0  # seconds for the process to clean up
+LIMIT = 90.0  # seconds of one process of tests: a mutation that hangs is found
 _MISSED = ("", "no test")
 RESULTS = Path(__file__).with_suffix(".json")
-# Processes of tests are forked from a process that has imported these, but not the package.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["hypothesis", "pytest", "torch"])
+# The first failed test in the output of pytest, or the file that could not be imported.
+_FAILED = re.compile(r"^(tests/.+) (?:FAILED|ERROR)\b|^ERROR (tests/\S+)", re.MULTILINE)
 
 
 class Mutation(NamedTuple):
-    file: str
-    function: str
-    kind: str
-    text: str  # of the node that it changes
-    which: int  # of the nodes of the function with this text
+    path: Path
     line: int
-    start: int  # the node's offsets in bytes
-    end: int
-    new: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.file}::{self.function}: {self.kind} `{self.text}` #{self.which}"
+    source: bytes  # the file with this fault
 
 
-def mutations_of(path: Path) -> Iterator[Mutation]:
-    """All mutations of a file."""
-    source, seen = path.read_text(), Counter[tuple[str, str, str]]()
-    starts = [0]
-    for line in source.encode().splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
+def mutations_of(path: Path) -> Iterator[tuple[str, Mutation]]:
+    """All mutations of a file, by name."""
+    source, seen = path.read_bytes(), Counter[str]()
+    lines = source.splitlines(keepends=True)
 
-    def walk(node: ast.AST, function: str) -> Iterator[Mutation]:
+    def offset(line: int, column: int) -> int:
+        return sum(map(len, lines[: line - 1])) + column
+
+    def walk(node: ast.AST, function: str) -> Iterator[tuple[str, Mutation]]:
         for child in ast.iter_child_nodes(node):
             inner = function
             if isinstance(child, ast.FunctionDef | ast.ClassDef):
@@ -80,12 +70,12 @@ def mutations_of(path: Path) -> Iterator[Mutation]:
             for kind, changed, new in changes_of(child) if inner else ():
                 text = ast.unparse(changed)
                 text = text if len(text) < 100 else text[:97] + "..."
-                which = seen[function, kind, text]
-                seen[function, kind, text] += 1
-                start = starts[changed.lineno - 1] + changed.col_offset
-                end = starts[changed.end_lineno - 1] + changed.end_col_offset
-                file, line = str(path.relative_to(PACKAGE)), changed.lineno
-                yield Mutation(file, function, kind, text, which, line, start, end, new)
+                name = f"{path.relative_to(PACKAGE)}::{inner}: {kind} `{text}`"
+                before = source[: offset(changed.lineno, changed.col_offset)]
+                after = source[offset(changed.end_lineno, changed.end_col_offset) :]
+                fault = Mutation(path, changed.lineno, before + new.encode() + after)
+                yield f"{name} #{seen[name]}", fault
+                seen[name] += 1
             yield from walk(child, inner)
 
     return walk(ast.parse(source), "")
@@ -112,8 +102,8 @@ def changes_of(node: ast.AST) -> Iterator[tuple[str, Any, str]]:
 def existing() -> dict[str, Mutation]:
     """All mutations of the tree by name, sorted by the hashes of their names."""
     paths = [path for place in PLACES for path in PACKAGE.glob(place)]
-    every = {each.name: each for path in paths for each in mutations_of(path)}
-    return dict(sorted(every.items(), key=lambda pair: sha256(pair[0].encode()).digest()))
+    every = [pair for path in paths for pair in mutations_of(path)]
+    return dict(sorted(every, key=lambda pair: sha256(pair[0].encode()).digest()))
 
 
 def quick_tests() -> dict[str, float]:
@@ -128,8 +118,7 @@ def quick_tests() -> dict[str, float]:
 
 def tests_for(mutation: Mutation, seconds: dict[str, float], found_by: str) -> list[str]:
     """The test that found it before, and the quickest tests that reach its line."""
-    reach = reaching(PACKAGE / mutation.file, mutation.line)
-    tests = [test for test in reach if test in seconds]
+    tests = [each for each in reaching(mutation.path, mutation.line) if each in seconds]
     tests.sort(key=lambda test: (test != found_by, seconds[test]))
     total = 0.0
     return [each for each in tests if (total := total + seconds[each]) <= SECONDS] or tests[:1]
@@ -137,91 +126,67 @@ def tests_for(mutation: Mutation, seconds: dict[str, float], found_by: str) -> l
 
 def play(mutation: Mutation, tests: list[str], tree: Path) -> str:
     """Return the test that finds it, ``"time"`` if tests do not end, ``"exit"`` or ``""``."""
-    path = tree / PACKAGE.name / mutation.file
+    path, output = tree / mutation.path.relative_to(ROOT), tree / "output"
     original = path.read_bytes()
-    path.write_bytes(original[: mutation.start] + mutation.new.encode() + original[mutation.end :])
-    ours, theirs = _CONTEXT.Pipe()
-    process = _CONTEXT.Process(target=_run, args=(tree, tests, theirs))
-    process.start()
-    theirs.close()
-    try:
-        return ours.recv() if ours.poll(LIMIT) else "time"
-    except EOFError:
-        return "exit"
-    finally:
-        process.join(_GRACE)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.join()
-        path.write_bytes(original)
-        # The next mutation may have the same length, and be made in the same second.
-        Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
-
-
-def _run(tree: Path, tests: list[str], answer: Connection) -> None:
-    """Run the tests in this process; send the result as soon as it is known."""
-    import pytest
-
-    os.setsid()
-    os.chdir(tree)
+    path.write_bytes(mutation.source)
+    command = [sys.executable, "-m", "pytest", "-xv", "-p", "no:cacheprovider", *tests]
     # Compile imported modules once, independent of the environment.
-    os.environ.update(PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="")
-    sys.dont_write_bytecode = False
-    sys.path.insert(0, str(tree))
-    for number in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-
-    def tell(report: Any) -> None:
-        if report.failed:
-            answer.send(report.nodeid)
-
-    class First:
-        pytest_runtest_logreport = pytest_collectreport = staticmethod(tell)
-
-    if pytest.main(["-x", "-p", "no:cacheprovider", *tests], [First()]) == 0:
-        answer.send("")
+    env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": ""}
+    with output.open("w") as out:
+        streams = {"stdout": out, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(command, cwd=tree, env=env, start_new_session=True, **streams)
+        try:
+            code = process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            code = None
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    path.write_bytes(original)
+    # The next mutation may have the same length, and be made in the same second.
+    Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+    failed = _FAILED.search(output.read_text())
+    if failed:
+        return failed[1] or failed[2]
+    return {0: "", None: "time"}.get(code, "exit")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--changed", action="store_true", help="only what the result file lacks")
-    parser.add_argument("--replay", action="store_true", help="only what it names")
+    parser.add_argument("--replay", action="store_true", help="only what the result file names")
     arguments = parser.parse_args()
-    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    every = existing()
-    wanted = sorted(every, key=lambda name: name not in before)
-    kept = sum(name in every for name in before)
-    wanted = wanted[: kept if arguments.replay else max(kept, COUNT)]
-    results = dict(before) if arguments.replay else {name: before[name] for name in wanted[:kept]}
-    seconds = quick_tests()
+    before = json.loads(RESULTS.read_text())
+    every, seconds = existing(), quick_tests()
+    todo = sorted(every, key=lambda name: name not in before)
+    kept = sum(name in before for name in every)
+    todo = todo[: kept if arguments.replay else max(kept, COUNT)]
+    results = {name: before[name] for name in before if arguments.replay or name in every}
     trees: SimpleQueue[Path] = SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
+
+    def one(name: str) -> str:
+        tests = tests_for(every[name], seconds, before.get(name, ""))
+        tree = trees.get()
+        found = play(every[name], tests, tree) if tests else "no test"
+        trees.put(tree)
+        return found
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
         os.environ.update(OMP_NUM_THREADS="1", TMPDIR=folder)
+        ignored = shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__", ".*_cache")
         for number in range(arguments.jobs):
-            ignored = shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__", ".*_cache")
             trees.put(Path(shutil.copytree(ROOT, f"{folder}/{number}", True, ignored)))
-
-        def one(name: str) -> str:
-            tests = tests_for(every[name], seconds, before.get(name, ""))
-            tree = trees.get()
-            found = play(every[name], tests, tree) if tests else "no test"
-            trees.put(tree)
-            return found
-
-        todo = wanted[kept if arguments.changed else 0 :]
-        with ThreadPoolExecutor(arguments.jobs) as pool:
-            for name, results[name] in zip(todo, pool.map(one, todo), strict=True):
-                RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-                print(f"{results[name] or 'NOT FOUND':60.60} {name}", flush=True)
-    gone = [name for name in before if name not in every]
-    missed = [name for name in wanted if results[name] in _MISSED]
+        for name, results[name] in zip(todo, pool.map(one, todo), strict=True):
+            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+            print(f"{results[name] or 'NOT FOUND':60.60} {name}", flush=True)
+    missed = [name for name in todo if results[name] in _MISSED]
     lost = [name for name in missed if before.get(name, "") not in _MISSED]
+    gone = before.keys() - every.keys()
     parts = {"does not exist any more": gone, "not found": missed, "no longer found": lost}
     for title, names in parts.items():
         for name in names:
             print(f"{title}: {name}")
-    print(f"{len(wanted) - len(missed)} of {len(wanted)} were found")
+    print(f"{len(todo) - len(missed)} of {len(todo)} were found")
     return bool(lost)
 
 

@@ -1,6 +1,5 @@
 """The elastic example: it resumes after the death of a rank, with bit-identical results."""
 
-import random
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from distributed import assert_same_bits, run_ranks
 from launched import ROOT
 from modules import Layers
-from torch import Tensor, nn
+from torch import Tensor
 from training import drawn
 
 pytest.importorskip("tqdm", reason="needs the extra [examples]")
@@ -23,35 +22,19 @@ import elastic
 from checkpoints import Checkpoints
 from tasks import Task
 
-STEPS, EVERY = 12, 3
-OPTIONS = ("--steps", STEPS, "--every", EVERY, "--batch-size", 8, "--bucket-cap-mb", 0.003)
+OPTIONS = ("--steps", "12", "--every", "3", "--batch-size", "8", "--bucket-cap-mb", "0.003")
 
 
-def tiny(plain: bool = False) -> Task:
-    """A task of milliseconds. Unless ``plain``, its model has rank-local random state.
-
-    The gradients are not ready in the reverse order of registration.
-    """
-
-    def model() -> nn.Module:
-        layers = Layers("210", 24, order="012")
-        return layers if plain else nn.Sequential(nn.BatchNorm1d(24), nn.Dropout(0.2), layers)
-
+def tiny() -> Task:
+    """A task of milliseconds, whose gradients are ready in the order of registration."""
     inputs = drawn(72, 24, rank=0)
     targets = (inputs.sum(1) > 0).long()
     data = inputs[:60], targets[:60], inputs[60:], targets[60:]
-    return Task("tiny", "sample", model, *data, {}, STEPS, 8, 0.01)
+    return Task("tiny", "sample", lambda: Layers("210", 24, order="012"), *data, {}, 12, 8, 0.01)
 
 
 class Stopped(Exception):
     """Raised in place of the death of all ranks."""
-
-
-def train(folder: Path, *more: str, plain: bool = False) -> Any:
-    words = ("--checkpoints", folder, *OPTIONS, *more)
-    args = elastic.parse_arguments([str(word) for word in words])
-    checkpoints = Checkpoints(args.checkpoints, args.keep)
-    return elastic.train(tiny(plain), args, torch.device("cpu"), checkpoints)
 
 
 def parameters(folder: Path, stop_at: int | None) -> list[Tensor]:
@@ -63,8 +46,10 @@ def parameters(folder: Path, stop_at: int | None) -> list[Tensor]:
             raise Stopped
         take_step(self)
 
+    args = elastic.parse_arguments(["--checkpoints", str(folder), *OPTIONS, "--noise", "0"])
+    checkpoints = Checkpoints(args.checkpoints, args.keep)
     with mock.patch.object(elastic.Training, "take_step", step), suppress(Stopped):
-        training = train(folder, "--noise", "0", plain=True)
+        training = elastic.train(tiny(), args, torch.device("cpu"), checkpoints)
         return [parameter.detach() for parameter in training.ddp.parameters()]
     return []
 
@@ -78,34 +63,17 @@ def test_other_numbers_of_ranks_go_on_with_the_same_training(tmp_path: Path) -> 
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-SCRIPT = f"""
-import sys
-sys.path[:0] = {[str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT / "examples")]!r}
-import elastic
-from test_elastic import tiny
-elastic.TASKS["digits"] = tiny
-sys.exit(elastic.main())
-"""
-
-
-def report(folder: Path) -> str:
-    return train(folder).report()
-
-
 @pytest.mark.long
 def test_torchrun_brings_a_run_through_a_death(tmp_path: Path) -> None:
-    expected, _ = run_ranks(report, 2, tmp_path / "unharmed")
-    kill_at, victim = random.randrange(EVERY, STEPS), random.randrange(2)
-    print(f"rank {victim} dies in step {kill_at}")
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    kills = ("--kill-at", kill_at, "--kill-rank", victim)
-    words = ("--max-restarts", 1, script, "--checkpoints", tmp_path / "run", *OPTIONS, *kills)
-    done = launched.run(*map(str, words), env={"PYTHONPATH": str(ROOT)}, timeout=500)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    resumed = f"resumed at step {kill_at // EVERY * EVERY}, saved by 2 ranks"
-    assert [line for line in lines if "resumed" in line] == [resumed]
-    saved = [line for line in lines if line.startswith("saved")]
-    assert saved == [f"saved step {step}" for step in range(EVERY, STEPS + 1, EVERY)]
-    assert lines[-1] == expected
+    pytest.importorskip("sklearn", reason="needs the extra [examples]")
+
+    def train(folder: str, *kills: str) -> list[str]:
+        words = (elastic.__file__, "--checkpoints", tmp_path / folder, *OPTIONS, *kills)
+        done = launched.run("--max-restarts", "1", *words, env={"PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0, done.stderr
+        return [line for line in done.stdout.splitlines() if "step" in line]
+
+    *expected, last = train("unharmed")
+    assert expected == [f"saved step {step}" for step in (3, 6, 9, 12)]
+    expected.insert(2, "resumed at step 6, saved by 2 ranks")
+    assert train("run", "--kill-at", "7", "--kill-rank", "1") == [*expected, last]

@@ -12,8 +12,8 @@ SCRIPTS = sorted(path.stem for path in FAILURES.glob("*.py") if path.stem != "ru
 
 @pytest.mark.long
 def test_stock_and_tritonddp_learn_the_digits_with_the_same_bits() -> None:
-    pytest.importorskip("sklearn", reason="needs the extra [examples]")
-    pytest.importorskip("tqdm", reason="needs the extra [examples]")
+    for needed in ("sklearn", "tqdm"):
+        pytest.importorskip(needed, reason="needs the extra [examples]")
     words = ("--task", "digits", "--steps", "60", "--ddp", "both")
     script = ROOT / "examples" / "train.py"
     done = launched.run(script, *words, env={"PYTHONPATH": str(ROOT)})
@@ -26,10 +26,6 @@ def test_stock_and_tritonddp_learn_the_digits_with_the_same_bits() -> None:
     assert stock == ours
     assert float(stock) < 0.3
     assert all(float(cell) > 93 for cell in table["held-out accuracy, %"])
-    # The printed ratio is the quotient of the printed times.
-    its, ours = map(float, table["a step, ms"])
-    ratio = re.search(r"tritonddp: ([\d.]+) of stock's time \(95 % interval ", done.stdout)[1]
-    assert float(ratio) == pytest.approx(ours / its, rel=0.01)
 
 
 @pytest.mark.long

@@ -20,17 +20,16 @@ torch.set_num_threads(1)
 fork, waitpid = os.fork, os.waitpid
 for name in ("triton", "fcntl", "grp", "pwd", "resource", "termios"):
     sys.modules[name] = None  # an import of it is a ModuleNotFoundError
-for module, names in (
-    (os, "O_CLOEXEC fork geteuid getloadavg getpgid getpgrp killpg memfd_create posix_fallocate "
-         "pread register_at_fork sched_getaffinity setpgid setsid sysconf uname"),
-    (select, "poll POLLIN epoll"),
-    (signal, "SIGALRM SIGBUS SIGKILL SIGSTOP SIGUSR1 SIGUSR2 pthread_kill pthread_sigmask "
-             "setitimer sigwait"),
-    (socket, "AF_UNIX CMSG_SPACE MSG_CMSG_CLOEXEC MSG_DONTWAIT SO_PEERCRED send_fds"),
-):
-    for name in names.split():
-        if hasattr(module, name):
-            delattr(module, name)
+for name in (
+    "os.fork os.geteuid os.getloadavg os.getpgid os.getpgrp os.killpg os.memfd_create "
+    "os.posix_fallocate os.pread os.register_at_fork os.sched_getaffinity os.setpgid os.setsid "
+    "os.sysconf os.uname select.poll select.epoll signal.SIGALRM signal.SIGBUS signal.SIGKILL "
+    "signal.SIGSTOP signal.SIGUSR1 signal.SIGUSR2 signal.pthread_kill signal.setitimer "
+    "socket.AF_UNIX socket.CMSG_SPACE socket.MSG_CMSG_CLOEXEC socket.MSG_DONTWAIT "
+    "socket.SO_PEERCRED socket.send_fds"
+).split():
+    module, name = name.split(".")
+    vars(sys.modules[module]).pop(name, None)
 
 def without_proc(function):
     def found(path, *args, **kwargs):

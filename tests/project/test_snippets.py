@@ -1,10 +1,13 @@
-"""Each Python snippet of the pages runs unchanged: with a wrapper, and in place.
+"""Each Python snippet of the pages, and each example of a docstring, runs unchanged.
 
 A snippet that wraps a module runs again with ``replicate`` in place of the class. At ``...``, the
 ranks wait for each other.
 """
 
 import importlib.util
+import inspect
+import os
+import pkgutil
 import re
 import tempfile
 import traceback
@@ -19,6 +22,7 @@ import torch
 import torch.distributed as dist
 from distributed import gather, ranks
 from launched import ROOT, played
+from test_public_names import DOCUMENTED
 from torch import nn
 from training import in_folder
 
@@ -60,7 +64,7 @@ def names(code: str, makes: Any, folder: Path) -> dict[str, Any]:
     params = list(model.parameters())
     optimizer: Any = torch.optim.SGD(params, lr=0.1)
     loss = nn.functional.cross_entropy(model(inputs), targets)
-    if "consolidate_state_dict" in code:
+    if "consolidate_state_dict" in code and not wraps:
         optimizer = tritonddp.ZeroRedundancyOptimizer(params, torch.optim.AdamW)
         nn.functional.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
@@ -89,6 +93,18 @@ def play(code: str, place: str, makes: Any) -> None:
         known["model"].check_sync()
 
 
+def examples() -> Iterator[tuple[str, str]]:
+    """The examples in the docstrings of the API, with the lines that docs/api.md puts first."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    (beginning,) = re.findall(r"<!-- names of the examples -->\n```python\n(.*?)```", page, re.S)
+    # tests/integrations has the examples of adapters, which need a library.
+    for name in sorted(each for each in DOCUMENTED if "integrations" not in each):
+        obj = pkgutil.resolve_name(name.replace(".", ":", 1))
+        text = inspect.cleandoc(obj.__doc__ or "")
+        for block in re.findall(r"^Example::\n\n((?:    .*\n?|\n)+)", text, re.MULTILINE):
+            yield f"the example of {name}", beginning + inspect.cleandoc(f"\n{block}")
+
+
 def of_pages() -> Iterator[tuple[str, str, Any]]:
     """Snippets with their places, and the function that makes a model of a module."""
     for place, code in snippets().items():
@@ -98,14 +114,18 @@ def of_pages() -> Iterator[tuple[str, str, Any]]:
         yield place, code, tritonddp.DistributedDataParallel
         if "model.module" not in code:  # which a replicated model does not have
             yield f"{place}, in place", code, tritonddp.replicate
+    for place, code in examples():
+        if not is_script(code):
+            yield place, code, tritonddp.DistributedDataParallel
 
 
 @ranks(2)
 def test_each_snippet_runs_as_it_is_printed() -> None:
     failed, snippets = {}, list(of_pages())
-    assert len(snippets) > 30
+    assert len(snippets) > 60
     compiled = partial(torch.compile, backend="aot_eager")  # in a tenth of the time
     with in_folder(), mock.patch.object(torch, "compile", compiled):
+        os.chdir(gather(os.getcwd())[0])  # all ranks read the files that an example writes
         for place, code, makes in snippets:
             with mock.patch.object(tritonddp, "DistributedDataParallel", makes):
                 try:

@@ -8,21 +8,17 @@ prints these tests, sorted. For a ``def`` or ``class``, it prints the tests that
 
 import argparse
 import ast
-import sys
 from pathlib import Path
 
 from measured import FOLDER, ROOT, measure, owner_of
-
-_REFRESH = "make tests-of REFRESH=1 measures (half an hour, or longer on a busy machine)"
 
 
 def lines_of(path: Path, line: int) -> range:
     """The lines of the innermost statement at this line; for a ``def``, of its body."""
     found = range(line, line + 1)
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0):
-            end = (node.end_lineno or 0) + 1
-            body = getattr(node, "body", [])
+        if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno:
+            body, end = getattr(node, "body", []), node.end_lineno + 1
             first = body[0].lineno if body else end
             is_def = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
             if line < first:
@@ -30,37 +26,33 @@ def lines_of(path: Path, line: int) -> range:
     return found
 
 
-def reaching(path: Path, line: int, folder: Path = FOLDER) -> list[str]:
+def reaching(path: Path, line: int) -> list[str]:
     """The names of the tests, sorted, except for code that runs during an import."""
     from coverage import CoverageData
 
-    data = CoverageData(str(folder / "data"))
+    data = CoverageData(str(FOLDER / "data"))
     data.read()
     contexts = data.contexts_by_lineno(str(path))
     found = {owner_of(each) for at in lines_of(path, line) for each in contexts.get(at, [])}
     return sorted(found - {""})
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("at", nargs="?", default="", help="FILE:LINE")
     parser.add_argument("--refresh", action="store_true", help="measure first")
     arguments, rest = parser.parse_known_args()
     file, _, line = arguments.at.rpartition(":")
-    path, data = ROOT / file, FOLDER / "data"
-    if arguments.at and not (path.is_file() and line.isdecimal()):
+    if arguments.at and not ((ROOT / file).is_file() and line.isdecimal()):
         parser.error(f"{arguments.at} is not FILE:LINE, such as tritonddp/wrapper.py:120")
     if arguments.refresh:
         measure(rest)
-    if not arguments.at:
-        return 0
-    if not data.exists():
-        print(f"No data: {_REFRESH}", file=sys.stderr)
-        return 2
-    found = reaching(path, int(line))
-    print("\n".join([*found, f"tests that reach {arguments.at}: {len(found)}"]))
-    return 0
+    if arguments.at and not (FOLDER / "data").exists():
+        parser.error("no data: make tests-of REFRESH=1 measures (half an hour or longer)")
+    if arguments.at:
+        found = reaching(ROOT / file, int(line))
+        print("\n".join([*found, f"tests that reach {arguments.at}: {len(found)}"]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import nbclient
 import nbformat
-from nbclient import NotebookClient
 
 TOUR = Path(__file__).resolve().parents[2] / "examples" / "tour.ipynb"
 HASH = "outputs_of"  # in the metadata: the hash of the cells that produced the outputs
@@ -30,8 +30,7 @@ def hash_of_cells(notebook: Any) -> str:
 def run(notebook: Any, folder: Path) -> None:
     """Run all cells in a kernel of this interpreter, whose files are in ``folder``."""
     os.environ.update(IPYTHONDIR=str(folder), JUPYTER_RUNTIME_DIR=str(folder), TMPDIR=str(folder))
-    resources = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, timeout=300, resources=resources, record_timing=False).execute()
+    nbclient.execute(notebook, str(folder), timeout=300, record_timing=False)
     notebook.metadata[HASH] = hash_of_cells(notebook)
     notebook.metadata["language_info"] = {"name": "python"}  # without a version
 

@@ -4,15 +4,14 @@
 
 runs the tests under coverage.py, in all processes that they start (half an hour). It prints the
 lines that no test executed and that are not in :data:`UNREACHED`, and the entries that tests
-execute. An entry names a function; ``test_unreached.py`` checks the names.
+execute.
 """
 
+import json
 import sys
-from collections import defaultdict
-from collections.abc import Iterable
 from math import inf
 
-from measured import PACKAGE, functions, measure, missing_lines
+from measured import FOLDER, PACKAGE, measure, run_coverage
 
 # Reasons of several entries.
 REASONS = {
@@ -26,7 +25,6 @@ REASONS = {
     "lightning": "needs lightning; make test-clients",
     "nothing": "an empty part of a buffer or of a message",
 }
-ALL = inf  # statements of a function
 
 # File, functions, the largest number of statements of each that no test executes, and the reason.
 _TABLE = """
@@ -52,8 +50,7 @@ features/rpc_contexts.py watch.hook,_begin,_arrives,_broke_off,ContextBackward._
 features/rpc_contexts.py ContextBackward.begin,ContextBackward.end,ContextBackward.drain all engine
 features/rpc_contexts.py ContextBackward._read,ContextBackward._write all engine
 features/rpc_contexts.py ContextBackward._leave,ContextBackward._refuse_unused all engine
-integrations/fabric.py <module> 1 lightning
-integrations/fabric.py TritonDDPStrategy,TritonDDPStrategy.setup_module all lightning
+integrations/fabric.py <module>,TritonDDPStrategy.setup_module all lightning
 kernels/flatten.py widen 1 compiled
 kernels/quantized/quantize.py quantize,_prepare 1 nothing
 kernels/quantized/reduce_parts.py _prepare 1 nothing
@@ -67,46 +64,44 @@ reducer/reducer.py Reducer._reduce_now 1 on_abort, which check_finite has, of a 
 reducer/autograd_driver.py AutogradDriver.drain 1 on_abort of a capture, which check_finite has
 reducer/autograd_driver.py AutogradDriver.on_segment_ready,AutogradDriver.on_unusual_order 1 guard
 """
-UNREACHED: dict[str, dict[str, tuple[float, str]]] = defaultdict(dict)
+# By file and function (``""`` is the module): the number of statements, and the reason.
+UNREACHED: dict[tuple[str, str], tuple[float, str]] = {}
 for _line in filter(None, _TABLE.splitlines()):
     _file, _functions, _number, _reason = _line.split(maxsplit=3)
-    _most = ALL if _number == "all" else int(_number)
     for _function in _functions.replace("<module>", "").split(","):
-        UNREACHED[_file][_function] = _most, REASONS.get(_reason, _reason)
+        _most = inf if _number == "all" else int(_number)
+        UNREACHED[_file, _function] = _most, REASONS.get(_reason, _reason)
 
 
-def missing_of(name: str, numbers: Iterable[int]) -> dict[str, list[int]]:
-    """The first line of each statement with one of these lines, by function."""
-    wanted = set(numbers)
+def missing_lines() -> dict[tuple[str, str], list[int]]:
+    """The first line of each statement that no test executed, by file and function."""
+    run_coverage("json", "-o", f"{FOLDER}/lines.json")
+    report = json.loads((FOLDER / "lines.json").read_text())
+    totals = report["totals"]
+    print(f"{totals['num_statements']} lines, of which {totals['missing_lines']} were not executed")
     return {
-        function: lines
-        for function, statements in functions(name).items()
-        if (lines := [each.start for each in statements if wanted & set(each)])
+        (path.removeprefix("tritonddp/"), function): each["missing_lines"]
+        for path, file in report["files"].items()
+        for function, each in file["functions"].items()
+        if each["missing_lines"]
     }
 
 
-def compare(missing: dict[str, list[int]]) -> int:
-    """Print unlisted missing lines and listed functions without any; return their number."""
-    differences = 0
-    for name in sorted({*missing, *UNREACHED}):
-        lines = (PACKAGE / name).read_text().splitlines()
-        found, reasons = missing_of(name, missing.get(name, [])), UNREACHED.get(name, {})
-        for function, numbers in found.items():
-            most, _ = reasons.get(function, (0, ""))
-            if len(numbers) > most:
-                differences += len(numbers)
-                print(f"\n{name}, {function}: {len(numbers)} not executed, {most} are named")
-                print("\n".join(f"{number:5} {lines[number - 1]}" for number in numbers))
-        for function in reasons.keys() - found.keys():
-            differences += 1
-            print(f"\n{name}: named, and executed: {function}")
-    return differences
-
-
-def main() -> None:
+def main() -> int:
     measure(sys.argv[1:])
-    sys.exit(1 if compare(missing_lines()) else 0)
+    found, differ = missing_lines(), False
+    for file, function in sorted(found.keys() | UNREACHED.keys()):
+        numbers = found.get((file, function), [])
+        most, _ = UNREACHED.get((file, function), (0, ""))
+        differ |= len(numbers) > most or not numbers
+        if not numbers:
+            print(f"\n{file}: named, and executed: {function}")
+        elif len(numbers) > most:
+            print(f"\n{file}, {function}: {len(numbers)} not executed, {most} are named")
+            lines = (PACKAGE / file).read_text().splitlines()
+            print("\n".join(f"{number:5} {lines[number - 1]}" for number in numbers))
+    return differ
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

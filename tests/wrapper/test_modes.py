@@ -9,10 +9,17 @@ import torch
 import torch.distributed as dist
 from distributed import ranks
 from modules import normed
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
-from training import assert_close, assert_gradients_alike, default_dtype, drawn, gradients
+from training import (
+    assert_close,
+    assert_gradients_alike,
+    default_dtype,
+    descend,
+    drawn,
+    gradients,
+)
 
 from tritonddp import DistributedDataParallel
 
@@ -41,19 +48,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Net(nn.Module):
+def net() -> nn.Sequential:
     """A module with buffers that a forward changes, and with large and small gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(8, 300), nn.BatchNorm1d(300), nn.Linear(300, 4))
-        self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.count += 1
-        return self.layers(x)
+    torch.manual_seed(0)
+    return nn.Sequential(*normed(8, 300), nn.Linear(300, 4))
 
 
 def train(ddp: Any) -> list[Any]:
@@ -61,21 +59,19 @@ def train(ddp: Any) -> list[Any]:
     found = []
     for number in range(4):
         ddp.zero_grad()
-        ddp.module.count.add_(dist.get_rank())
+        ddp.module[1].num_batches_tracked.add_(dist.get_rank())
         ddp(drawn(6, 8, step=number)).square().sum().backward()
         found += [*gradients(ddp), *(each.clone() for each in ddp.module.buffers())]
-        with torch.no_grad():
-            for param in ddp.parameters():
-                param -= 0.01 * param.grad
+        descend(ddp, 0.01)
     return found
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 @ranks(2)
 def test_wrapping_in_a_mode_has_no_effect(option: str) -> None:
-    wanted = train(DistributedDataParallel(Net(), **OPTIONS[option]))
+    wanted = train(DistributedDataParallel(net(), **OPTIONS[option]))
     for mode, context in OF_WRAPPING.items():
-        module = Net()
+        module = net()
         with context():
             ddp = DistributedDataParallel(module, **OPTIONS[option])
         assert_close(train(ddp), wanted, mode)
@@ -85,9 +81,9 @@ def test_wrapping_in_a_mode_has_no_effect(option: str) -> None:
 @ranks(2)
 def test_a_mode_that_the_first_forward_runs_in_has_no_effect_later(option: str) -> None:
     """What the wrapper creates in the first forward is kept for later steps."""
-    wanted = train(DistributedDataParallel(Net(), **OPTIONS[option]))
+    wanted = train(DistributedDataParallel(net(), **OPTIONS[option]))
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)):
-        ddp = DistributedDataParallel(Net(), **OPTIONS[option]).eval()
+        ddp = DistributedDataParallel(net(), **OPTIONS[option]).eval()
         with mode:
             ddp(drawn(6, 8))
         assert_close(train(ddp.train()), wanted, type(mode).__name__)
@@ -96,10 +92,8 @@ def test_a_mode_that_the_first_forward_runs_in_has_no_effect_later(option: str) 
 @ranks(2)
 def test_a_default_device_is_not_the_device_of_the_wrappers_tensors() -> None:
     """As in scripts that call ``torch.set_default_device("cuda")``."""
-    for options in (
-        *OPTIONS.values(),
-        {"compression": "int8", "transport": "process_group", "metrics": True},
-    ):
+    both = OPTIONS["process group"] | OPTIONS["int8"]
+    for options in (*OPTIONS.values(), both | {"metrics": True}):
         ddp = DistributedDataParallel(normed(40, 40), **options)
         batches = [torch.randn(8, 40) for _ in range(3)]
         with torch.device("meta"):

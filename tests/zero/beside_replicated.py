@@ -1,11 +1,4 @@
-"""A module trained by ``ZeroRedundancyOptimizer``, and a copy of it by the plain optimizer.
-
-    pair = Pair(mlp(4, 8, 2), AdamW, lr=0.1)
-    for number in range(5):
-        pair.step(drawn(5, 4, step=number))
-
-Both are wrapped by tritonddp with the same options, so that values have the same bits.
-"""
+"""A module trained by ``ZeroRedundancyOptimizer``, and a copy of it by the plain optimizer."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -21,6 +14,8 @@ from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer
 
 class Pair:
     """A module with ``ZeroRedundancyOptimizer``, and a copy of it with the plain optimizer.
+
+    Both wrappers have the same options, so that the values have the same bits.
 
     Args:
         params: a function that returns the parameters of a wrapper for its optimizer.

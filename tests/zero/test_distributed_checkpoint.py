@@ -22,14 +22,11 @@ def taken_on(place: Path, count: int, kind: str) -> Any:
     """Load checkpoint ``count`` of ``place``, train, save the next one; return values and state."""
     torch.manual_seed(3 + count)
     net = wrap(mlp(4, 8, 8, 2).bfloat16())
-    optimizer: Any = (
-        AdamW(net.parameters(), lr=0.05)
-        if kind == "plain"
-        else ZeroRedundancyOptimizer(
-            net.parameters(), AdamW, lr=0.05, master_weights=kind == "masters"
-        )
-    )
-    is_first = dist.get_rank() == 0
+    params, is_first = net.parameters(), dist.get_rank() == 0
+    options = {"master_weights": kind == "masters", "lr": 0.05}
+    optimizer: Any = AdamW(params, lr=0.05)
+    if kind != "plain":
+        optimizer = ZeroRedundancyOptimizer(net.parameters(), AdamW, **options)
     if count:
         if is_first:
             dcp_to_torch_save(place / str(count), place / "one file")

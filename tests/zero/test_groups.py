@@ -34,8 +34,7 @@ def test_a_group_that_differs_or_cannot_have_owners_is_refused_on_all_ranks(rank
 @ranks(2)
 def test_a_closure_is_called_once_with_gradients(rank: int) -> None:
     pair = Pair(mlp(4, 8, 2))
-    calls = []
-    losses = []
+    calls, losses = [], []
     for net, optimizer in pair.each():
 
         def closure(net: Any = net, optimizer: Any = optimizer) -> Any:

@@ -19,34 +19,38 @@ from tritonddp import ZeroRedundancyOptimizer
 AdamW = torch.optim.AdamW
 
 
-def refused(net: Any, match: str, **options: Any) -> None:
+def refused(net: Any, match: str, error: type[Exception] = ValueError, **options: Any) -> None:
     """The constructor of the optimizer raises this error."""
-    params = options.pop("params", None) or net.parameters()
-    with pytest.raises(ValueError, match=match):
+    params = options.pop("params") if "params" in options else net.parameters()
+    with pytest.raises(error, match=match):
         ZeroRedundancyOptimizer(params, options.pop("optimizer_class", AdamW), **options)
 
 
 def trains(net: Any) -> None:
     for number in range(3):
-        net.zero_grad()
-        squares(net(drawn(5, 4, step=number))).backward()
+        train_step(net, drawn(5, 4, step=number))
         assert all(param.grad is not None for param in net.parameters())
 
 
 @ranks(2)
-def test_invalid_optimizer_classes_and_parameters(rank: int) -> None:
-    net = wrap(mlp(4, 8, 2))
+def test_invalid_classes_parameters_and_groups() -> None:
+    net, other = wrap(mlp(4, 8, 2)), wrap(mlp(4, 8, 2))
     refused(net, "LBFGS", optimizer_class=torch.optim.LBFGS)
     trains(net)
-    with pytest.raises(TypeError, match="optimizer class"):
-        ZeroRedundancyOptimizer(net.parameters(), nn.Linear)  # type: ignore[arg-type]
-    made: Any = AdamW(net.parameters())
-    with pytest.raises(TypeError, match="an instance: pass AdamW, and its options by name"):
-        ZeroRedundancyOptimizer(net.parameters(), made)
-    with pytest.raises(TypeError, match=r"got a module: pass model\.parameters\(\)"):
-        ZeroRedundancyOptimizer(net, AdamW)
-    with pytest.raises(ValueError, match="empty"):
-        ZeroRedundancyOptimizer([], AdamW)
+    refused(net, "optimizer class", TypeError, optimizer_class=nn.Linear)
+    made = AdamW(net.parameters())
+    refused(
+        net, "an instance: pass AdamW, and its options by name", TypeError, optimizer_class=made
+    )
+    refused(net, r"got a module: pass model\.parameters\(\)", TypeError, params=net)
+    refused(net, "empty", params=[])
+    refused(mlp(4, 8, 2), "any wrapper")
+    refused(net, "same wrapper", params=[*net.parameters(), *other.parameters()])
+    refused(net, "same wrapper", params=[*net.parameters(), nn.Parameter(torch.ones(2))])
+    refused(net, "process_group", process_group=dist.new_group([0, 1]))
+    trains(net)
+    trains(other)
+    ZeroRedundancyOptimizer(net.parameters(), AdamW, process_group=dist.group.WORLD)
 
 
 def hooked() -> Any:
@@ -65,19 +69,32 @@ WITHOUT_OWNERS = {
 
 
 @ranks(2)
-def test_options_that_are_not_supported(rank: int) -> None:
+def test_options_that_are_not_supported() -> None:
     for named, make in WITHOUT_OWNERS.items():
         net = make()
         refused(net, named)
         trains(net)
-
-
-@ranks(2)
-def test_a_communication_hook_after_the_optimizer(rank: int) -> None:
     net = wrap(mlp(4, 8, 2))
     _optimizer = ZeroRedundancyOptimizer(net.parameters(), AdamW)
     with pytest.raises(RuntimeError, match="ZeroRedundancyOptimizer"):
         net.register_comm_hook(None, allreduce_hook)
+
+
+@ranks(2)
+def test_arguments_that_differ_between_ranks_are_named(rank: int) -> None:
+    net = wrap(mlp(4, 8, 2))
+    params = list(net.parameters())
+    differing: list[tuple[str, dict[str, Any]]] = [
+        ("rank 1", {"optimizer_class": torch.optim.SGD}),
+        ("rank 1", {"params": params[::-1]}),
+        ("rank 1", {"params": [{"params": params[:2]}, {"params": params[2:]}]}),
+        # An error of one rank: the other rank does not wait for it.
+        ("ValueError: process_group is not", {"process_group": dist.new_group([0, 1])}),
+    ]
+    for match, options in differing:
+        refused(net, match, RuntimeError, lr=0.1, **options if rank == 1 else {})
+        trains(net)
+    ZeroRedundancyOptimizer(net.parameters(), AdamW)
 
 
 @ranks(2)
@@ -95,17 +112,6 @@ def test_sparse_gradients(rank: int) -> None:
 
 
 @ranks(2)
-def test_parameters_of_no_wrapper_or_of_two(rank: int) -> None:
-    refused(mlp(4, 8, 2), "any wrapper")
-    one, two = wrap(mlp(4, 8, 2)), wrap(mlp(4, 8, 2))
-    both = [*one.parameters(), *two.parameters()]
-    refused(one, "same wrapper", params=both)
-    refused(one, "same wrapper", params=[*one.parameters(), nn.Parameter(torch.ones(2))])
-    trains(one)
-    trains(two)
-
-
-@ranks(2)
 def test_a_plain_optimizer_that_steps_the_same_parameters_is_logged_once(rank: int) -> None:
     net = wrap(mlp(4, 8, 2))
     plain = torch.optim.SGD(net.module[2].parameters(), lr=0.1)
@@ -114,8 +120,7 @@ def test_a_plain_optimizer_that_steps_the_same_parameters_is_logged_once(rank: i
         plain.step()  # before there are owners
         optimizer = ZeroRedundancyOptimizer(net.module[2].parameters(), AdamW)
         for number in range(3):
-            trained = squares(net(drawn(5, 4, step=number)))
-            trained.backward()
+            squares(net(drawn(5, 4, step=number))).backward()
             for each in (optimizer, others, plain):
                 each.step()
     (line,) = kept.lines()
@@ -132,22 +137,9 @@ def test_an_optimizer_that_was_deleted(rank: int) -> None:
     with pytest.raises(RuntimeError, match="was deleted"):
         train_step(net, drawn(5, 4))
     optimizer = ZeroRedundancyOptimizer(net.parameters(), AdamW)
-    net.zero_grad()
     train_step(net, drawn(5, 4))
     optimizer.step()
     net.check_sync()
-
-
-@ranks(2)
-def test_another_group(rank: int) -> None:
-    net, other = wrap(mlp(4, 8, 2)), dist.new_group([0, 1])
-    refused(net, "process_group", process_group=other)
-    # On one rank only: the other rank does not wait for it.
-    with pytest.raises(RuntimeError, match="ValueError: process_group is not"):
-        ZeroRedundancyOptimizer(
-            net.parameters(), AdamW, process_group=other if rank == 1 else dist.group.WORLD
-        )
-    ZeroRedundancyOptimizer(net.parameters(), AdamW, process_group=dist.group.WORLD)
 
 
 @ranks(2)
@@ -175,25 +167,6 @@ def test_gradients_that_were_set_since_the_last_reduction(rank: int, by: str) ->
     with pytest.raises(RuntimeError, match=r"step \d.*: \.grad of .* was set after the last"):
         net.reduce_gradients() if by == "request" else squares(net(x)).backward()
     assert_close(list(net.reduce_gradients(own)), means(own))
-
-
-@pytest.mark.parametrize("what", ["class", "order", "groups"])
-@ranks(2)
-def test_ranks_that_differ_are_named(rank: int, what: str) -> None:
-    net = wrap(mlp(4, 8, 2))
-    params: Any = list(net.parameters())
-    optimizer_class: Any = AdamW
-    if rank == 1:
-        if what == "class":
-            optimizer_class = torch.optim.SGD
-        elif what == "order":
-            params.reverse()
-        else:
-            params = [{"params": params[:2]}, {"params": params[2:]}]
-    with pytest.raises(RuntimeError, match="rank 1"):
-        ZeroRedundancyOptimizer(params, optimizer_class, lr=0.1)
-    trains(net)
-    ZeroRedundancyOptimizer(net.parameters(), AdamW)
 
 
 @ranks(2)

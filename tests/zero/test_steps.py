@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside_replicated import Pair, owner_of
-from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
+from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
 from modules import OnDemand, linears, mlp
 from training import counted, drawn, squares, train_step, wrap
 
@@ -81,13 +81,13 @@ def test_a_step_after_one_that_failed_makes_the_ranks_equal(rank: int) -> None:
     pair = Pair(mlp(4, 8, 8, 2), Failing)
     for number in range(3):
         pair.step(drawn(5, 4, step=number))
-    optimizer = pair.optimizer
-    squares(pair.zero(drawn(5, 4))).backward()
-    optimizer.optim.fails = True  # type: ignore[attr-defined]
+    train_step(pair.zero, drawn(5, 4))
+    inner: Any = pair.optimizer.optim
+    inner.fails = True
     with pytest.raises(ArithmeticError):
-        optimizer.step()
-    optimizer.optim.fails = False  # type: ignore[attr-defined]
-    optimizer.step()
+        pair.optimizer.step()
+    inner.fails = False
+    pair.optimizer.step()
     assert_same_on_all_ranks(list(pair.zero.parameters()))
 
 
@@ -96,20 +96,16 @@ def test_the_state_of_a_rank_is_an_even_share_and_one_parameter(rank: int) -> No
     net = wrap(mlp(7, 90, 3, 50, 50, 50, 2))
     optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW)
     for number in range(2):
-        squares(net(drawn(5, 7, step=number))).backward()
+        train_step(net, drawn(5, 7, step=number))
         optimizer.step()
-        optimizer.zero_grad()
     size = dist.get_world_size()
     total = sum(param.numel() for param in net.parameters())
     largest = max(param.numel() for param in net.parameters())
-    states = optimizer.state.values()
-    mine = sum(state["exp_avg"].numel() for state in states)
+    mine = sum(state["exp_avg"].numel() for state in optimizer.state.values())
     assert 0 < mine <= total / size + largest
     owned = [param for param in net.parameters() if owner_of(optimizer, param) == rank]
     assert set(optimizer.state) == set(owned)
-    counts: list[Any] = [None] * size
-    dist.all_gather_object(counts, mine)
-    assert sum(counts) == total
+    assert sum(gather(mine)) == total
 
 
 @ranks(2)
