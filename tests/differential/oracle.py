@@ -5,23 +5,16 @@ of its rounding error. It continues with the tensors of the ranks: each step is 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from oracle import Alone, Window, terms_of_mean
 from torch import Tensor
 
-from differential.actions.named import NamedStep
-from differential.actions.training import (
-    Backward,
-    Convert,
-    Forward,
-    ReduceGradients,
-)
-from differential.networks import Network
-from differential.player import Player, networks_of
+from differential.actions.training import Backward, Convert, Forward, ReduceGradients
+from differential.networks import Network, build
+from differential.player import Player
 from differential.program import Program
 from differential.trace import Entry, Snapshot, dense
 
@@ -29,19 +22,8 @@ from differential.trace import Entry, Snapshot, dense
 # of the sums, of the mean itself; twice that. Weights add factors and sums.
 _ROUNDINGS = 4
 _ROUNDINGS_OF_WEIGHTED = 16
-# How far the gradients of a step of a named program may be from the mean, by the largest one:
-# a step may reduce several times.
-_NAMED = 1e-12
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What a rank must see."""
-
-    place: tuple[int, str, str]  # of the entry in the trace
-    value: Tensor | None
-    bound: Tensor | None  # of the error of each element; None: the value is exact
-    strides: tuple[int, ...] | None  # of the tensor; None: any, or it is sparse
+# What a rank must see, and a bound of the error of each element; None if the tensor is exact.
+Expected = tuple[Entry, Tensor | None]
 
 
 class Oracle:
@@ -56,11 +38,11 @@ class Oracle:
     def __init__(self, program: Program, in_place: bool = False) -> None:
         self._program = program
         ranks = range(program.world_size)
-        self._everyone = [Player(program, rank, networks_of(program, 0), Alone) for rank in ranks]
+        self._everyone = [Player(program, rank, build(program, 0), Alone) for rank in ranks]
         # As in stock, a module without buffers when it is wrapped never has any synchronized.
         has_buffers = any(True for _ in self._everyone[0].network.buffers())
-        self._syncs = program.options.syncs_buffers and has_buffers
-        self._syncs_afterwards = in_place and self._syncs and not program.counts
+        self._syncs = program.syncs_buffers and has_buffers
+        self.syncs_afterwards = in_place and self._syncs and not program.counts
         self._counts = program.counts or (len(program.actions),) * program.world_size
         # The ranks with inputs.
         self._players = list(self._everyone)
@@ -88,9 +70,7 @@ class Oracle:
         reached = []
         for player in self._players:
             player.trace = []
-            # A step of a named program may replace parameters.
-            is_named = isinstance(action, NamedStep)
-            with nullcontext(set()) if is_named else _reached(player.network) as came:
+            with _reached(player.network) as came:
                 player.perform(number)
             reached.append(came)
         if isinstance(action, Forward):
@@ -103,10 +83,6 @@ class Oracle:
                 used |= {param for param in came if param.grad is not None}
             if not action.local:
                 self._reduce(action.retain_graph)
-        elif isinstance(action, NamedStep):
-            for player, used in zip(self._players, self._used, strict=True):
-                used |= {param for _, param in player.named("parameters") if param.grad is not None}
-            self._reduce()
         elif isinstance(action, ReduceGradients):
             for player, used in zip(self._players, self._used, strict=True):
                 used |= {param for param in player.network.parameters() if param.requires_grad}
@@ -125,7 +101,7 @@ class Oracle:
                 last = self._players[-1].network
                 tensors = [*player.network.parameters()]
                 theirs = [*last.parameters()]
-                if self._program.options.syncs_buffers:
+                if self._program.syncs_buffers:
                     tensors += player.network.buffers()
                     theirs += last.buffers()
                 for tensor, value in zip(tensors, theirs, strict=True):
@@ -162,7 +138,7 @@ class Oracle:
     @property
     def _syncs_forwards(self) -> bool:
         """Whether a forward synchronizes buffers, unless the one before was under ``no_sync``."""
-        return self._syncs and not self._syncs_afterwards
+        return self._syncs and not self.syncs_afterwards
 
     def _sync_buffers(self) -> None:
         """Give all ranks the buffers of rank 0, in ``join()`` of the last rank with inputs."""
@@ -192,8 +168,6 @@ class Oracle:
             # On two ranks it is exact: halves are exact, and a sum of two is rounded once.
             exact = self._program.world_size == 2 and not is_weighted
             self._bounds[name] = None if exact else bound
-            if self._program.named:
-                self._bounds[name] = _NAMED * mean.abs().max().clamp(min=1.0).expand_as(mean)
             grads = [param.grad for param in params]
             grads += [each.sums.get(p) for w in windows for p, each in zip(params, w, strict=True)]
             if any(grad is not None and grad.is_sparse for grad in grads):
@@ -219,24 +193,19 @@ class Oracle:
             for net in player.wrapped.values():
                 net.windows = []
                 net._goes_on = False
-        if self._syncs_afterwards and not retains_graph:
+        if self.syncs_afterwards and not retains_graph:
             self._sync_buffers()
 
     def _expected(self, player: Player) -> list[Expected]:
         """What the player has seen, with the gradients after the reduction."""
         gradients = _gradients_by_name(player)
-        expected = []
+        expected: list[Expected] = []
         for entry in player.trace:
+            bound = None
             if entry.kind == "gradient":
-                value = gradients[entry.name]
-                bound = self._bounds.get(entry.name)
-                strides = None if value is None or value.is_sparse else value.stride()
-            else:
-                assert not isinstance(entry.seen, str)
-                value = None if entry.seen is None else entry.seen.tensor()
-                bound = None
-                strides = None if entry.seen is None else entry.seen.strides
-            expected.append(Expected(entry.place, value, bound, strides))
+                value, bound = gradients[entry.name], self._bounds.get(entry.name)
+                entry = replace(entry, seen=None if value is None else Snapshot.of(value))
+            expected.append((entry, bound))
         return expected
 
 
@@ -280,20 +249,13 @@ def _is_weighted(params: Sequence[Tensor], windows: Sequence[Sequence[Window]]) 
 
 @contextmanager
 def _reached(network: Network) -> Iterator[set[Tensor]]:
-    """Context: yield the set of parameters that backwards reach, even without a gradient."""
+    """Context: yield the set of parameters that get a gradient from a backward."""
     came: set[Tensor] = set()
     params = [param for param in network.parameters() if param.requires_grad]
-    with torch.enable_grad():
-        nodes = [param.view_as(param).grad_fn.next_functions[0][0] for param in params]
-    notes = [partial(_note, came, param) for param in params]
-    handles = [node.register_hook(note) for node, note in zip(nodes, notes, strict=True)]
+    handles = [param.register_post_accumulate_grad_hook(came.add) for param in params]
     yield came
     for handle in handles:
         handle.remove()
-
-
-def _note(came: set[Tensor], param: Tensor, *_: object) -> None:
-    came.add(param)
 
 
 def _gradients_by_name(player: Player) -> dict[str, Tensor | None]:

@@ -10,28 +10,18 @@ from torch import Tensor, nn
 
 from differential.actions.gradients import add_hook
 from differential.actions.training import Output, Step
-from differential.named import PROGRAMS
-from differential.networks import WIDTH, Network, build
+from differential.networks import WIDTH, Network
 from differential.program import Program
 from differential.trace import Entry, Snapshot, Trace
-from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer, ddp
+from tritonddp import ZeroRedundancyOptimizer
 
-RATE = 0.05
-SLOW = 0.001  # a long program must not diverge
-TIMEOUT = 20.0  # seconds after which the ranks of a group give up
-
-
-def wrapper_of(net: Any) -> DistributedDataParallel | None:
-    """The wrapper of tritonddp that ``net`` is, or that synchronizes it in place."""
-    try:
-        return ddp(net)
-    except TypeError:
-        return None
-
-
-def networks_of(program: Program, rank: int) -> list[Any]:
-    """The networks that ``rank`` wraps."""
-    return PROGRAMS[program.named].make() if program.named else build(program, rank)
+# Classes and options. In Adam a small eps would amplify the rounding of tiny gradients.
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {}),
+    "SGD with momentum": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
+    "Adam": (torch.optim.Adam, {"eps": 0.01}),
+    "AdamW without foreach": (torch.optim.AdamW, {"eps": 0.01, "foreach": False}),
+}
 
 
 class Player:
@@ -57,13 +47,9 @@ class Player:
     """
 
     def __init__(
-        self,
-        program: Program,
-        rank: int,
-        networks: Sequence[Network],
-        wrap: Callable[..., Any],
+        self, program: Program, rank: int, networks: Sequence[Network], wrap: Callable[..., Any]
     ) -> None:
-        self.program, self.rank, self.networks = program, rank, list(networks)
+        self.program, self.rank, self.networks, self.wrap = program, rank, networks, wrap
         self.wrapped: dict[str, Any] = {}
         self.outputs: dict[int, Output] = {}
         self.old_wrappers: list[Any] = []
@@ -72,7 +58,6 @@ class Player:
         self.trace: Trace = []
         self.number = 0
         self.added: list[Tensor] = []  # parameters of new blocks, which the optimizer will get
-        self.wrap = wrap
         self._add_hooks(before=True)
         for title, network in zip(("main", "critic"), self.networks, strict=False):
             self.wrapped[title] = wrap(network)
@@ -105,23 +90,20 @@ class Player:
     def finish(self) -> None:
         """After the last action, and after ``join()``: look at the model once more."""
         self.number = len(self.program.actions)
-        if not self.program.named:
-            self.see_model()
+        self.see_model()
 
     def _add_hooks(self, before: bool) -> None:
         for block, kind, is_before in self.program.hooks:
             if is_before is before:
                 add_hook(self, kind, block)
 
-    # The optimizer
-
     def _make_optimizer(self) -> Any:
-        program = self.program
-        is_short = program.actions.count(Step()) < 8
-        kind, options = _optimizer(program.optimizer, RATE if is_short else SLOW)
-        if program.is_sharded:
-            return ZeroRedundancyOptimizer(self.params, kind, **options)
-        return kind(self.params, **options)
+        # A long program must not diverge.
+        rate = 0.05 if self.program.actions.count(Step()) < 8 else 0.001
+        kind, options = OPTIMIZERS[self.program.optimizer]
+        if self.program.kind == "sharded":
+            return ZeroRedundancyOptimizer(self.params, kind, lr=rate, **options)
+        return kind(self.params, lr=rate, **options)
 
     def add_group(self) -> None:
         """Add the parameters of new blocks to the optimizer."""
@@ -167,17 +149,3 @@ class Player:
         for number, network in enumerate(self.networks):
             for name, tensor in getattr(network, f"named_{kind}")():
                 yield f"{number}.{name}" if number else name, tensor
-
-
-def _optimizer(name: str, rate: float) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class of the optimizer, and its options."""
-    match name:
-        case "SGD":
-            return torch.optim.SGD, {"lr": rate}
-        case "SGD with momentum":
-            return torch.optim.SGD, {"lr": rate, "momentum": 0.9, "weight_decay": 0.01}
-        case "Adam":
-            # A small eps would amplify the rounding of tiny gradients.
-            return torch.optim.Adam, {"lr": rate, "eps": 0.01}
-        case _:
-            return torch.optim.AdamW, {"lr": rate, "eps": 0.01, "foreach": False}

@@ -7,7 +7,7 @@ play them all.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import dataclass_transform
 
@@ -16,16 +16,12 @@ if TYPE_CHECKING:
 
 
 class Described:
-    """Base of dataclasses: ``str()`` is the call that makes it, without default values."""
+    """Base of dataclasses: ``repr()`` is the call that makes it, without default values."""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         given = [(each, getattr(self, each.name)) for each in fields(self)]  # type: ignore[arg-type]
-        shown = ", ".join(
-            f"{each.name}={value if isinstance(value, Described) else repr(value)}"
-            for each, value in given
-            if value != each.default
-        )
-        return f"{type(self).__name__}({shown})"
+        shown = (f"{each.name}={value!r}" for each, value in given if value != each.default)
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 @dataclass_transform()
@@ -33,14 +29,14 @@ class Action(Described):
     """One thing that all ranks do, or only the ranks that it names. Subclasses are dataclasses."""
 
     def __init_subclass__(cls) -> None:
-        dataclass(unsafe_hash=True)(cls)
+        dataclass(unsafe_hash=True, repr=False)(cls)
 
     def perform(self, player: Player) -> None:
         """Perform the action as the player's rank."""
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NetworkSpec(Described):
     """A network, before it is made.
 
@@ -71,39 +67,12 @@ class NetworkSpec(Described):
         return self.has_norm or bool(self.buffers)
 
 
-@dataclass(frozen=True)
-class Options(Described):
-    """Arguments of the wrapper, by their names; ``None`` is left out."""
-
-    bucket_cap_mb: float | None = None
-    bucket_cap_mb_list: tuple[float, ...] | None = None
-    find_unused_parameters: bool | None = None
-    gradient_as_bucket_view: bool | None = None
-    static_graph: bool | None = None
-    batched_grad_copy: bool | None = None
-    forward_sync_buffers: bool | None = None
-    broadcast_buffers: bool | None = None
-    init_sync: bool | None = None
-    check_finite: str | None = None
-    metrics: bool | None = None
-    lazy_bucket_allocation: bool | None = None
-    reduce_dtype: str | None = None
-    compression: str | None = None
-
-    @property
-    def given(self) -> dict[str, object]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
-
-    @property
-    def syncs_buffers(self) -> bool:
-        """Whether forwards broadcast buffers."""
-        if self.forward_sync_buffers is not None:
-            return self.forward_sync_buffers
-        return self.broadcast_buffers is not False
+def given(**options: Any) -> dict[str, Any]:
+    """Arguments of the wrapper, without those that are ``None``."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Program(Described):
     """What some ranks do.
 
@@ -123,51 +92,47 @@ class Program(Described):
         adds_groups: whether the optimizer gets the parameters of a new block as a group.
         has_critic: of hostile programs: whether a second network shares the first block, and has
             its own wrapper.
-        named: the named program that is played, of :data:`differential.named.PROGRAMS`.
     """
 
     kind: str  # of differential.kinds.KINDS
     seed: int  # of the generator; weights and batches are drawn from it too
     world_size: int  # number of ranks
     network: NetworkSpec  # what is wrapped
-    options: Options  # of the wrapper
+    options: dict[str, Any]  # of the wrapper
     actions: tuple[Action, ...] = ()  # what every rank does
     optimizer: str = "SGD"
     hooks: tuple[tuple[str, str, bool], ...] = ()
     thresholds: tuple[int, int] | None = None
-    stock: Options | None = None
+    stock: dict[str, Any] | None = None
     communication_hook: str = ""
     delays: bool = False
     counts: tuple[int, ...] | None = None
     over_present: bool = False  # whether the mean there is over the ranks that still have inputs
     adds_groups: bool = False
     has_critic: bool = False
-    named: str = ""
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the optimizer is ours, where the wrapper is."""
-        return self.kind == "sharded"
 
     @property
     def is_hostile(self) -> bool:
         """Whether the program does not use this package's API: stock DDP is the only judge."""
         return self.kind == "hostile"
 
+    @property
+    def syncs_buffers(self) -> bool:
+        """Whether forwards broadcast buffers."""
+        synced = self.options.get("broadcast_buffers", True)
+        return self.options.get("forward_sync_buffers", synced)
+
     def where(self, number: int) -> str:
         """Action ``number``, in words."""
         return f"after action {number} ({[*self.actions, 'the end'][number]})"
 
-    @property
-    def command(self) -> str:
-        """The command that plays the program again."""
-        return (
-            f"python tests/differential/run.py --kind {self.kind} --seed {self.seed} "
-            f"--world {self.world_size} -v"
-        )
-
     def __str__(self) -> str:
-        """One action per line."""
-        lines = [Described.__str__(replace(self, actions=()))]
-        lines += [f"  {number:3} {action}" for number, action in enumerate(self.actions)]
-        return "\n".join(lines)
+        """The command that plays the program again, and one action per line."""
+        command = "python tests/differential/run.py"
+        return "\n".join(
+            (
+                f"{command} --kind {self.kind} --seed {self.seed} --world {self.world_size} -v",
+                repr(replace(self, actions=())),
+                *(f"  {number:3} {action}" for number, action in enumerate(self.actions)),
+            )
+        )

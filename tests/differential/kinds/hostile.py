@@ -5,12 +5,13 @@ Stock DDP is the judge: each rank must see the same, bit by bit on two ranks.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from differential.actions import buffers, gradients, probes, training
 from differential.actions.training import Backward, Forward, Step, ZeroGrad
 from differential.kinds.chance import Chance
-from differential.networks import AFTER_BRANCHES, BUFFERS, UNSEEN, WAYS
-from differential.program import Action, NetworkSpec, Options, Program
+from differential.networks import AFTER_BRANCHES, BUFFERS
+from differential.program import Action, NetworkSpec, Program, given
 
 ROOTS = ("backwards", "buffers", "gradients", "wrappers", "critic", "collectives")
 # Roots whose actions some ranks perform alone, or in another order.
@@ -79,7 +80,7 @@ class _Generator(Chance):
         kinds = self._random.sample(list(BUFFERS), self._random.randint(1, 4))
         return NetworkSpec(tuple(blocks), buffers=tuple(kinds))
 
-    def _draw_options(self) -> Options:
+    def _draw_options(self) -> dict[str, Any]:
         finds = self._maybe(0.4, False)
         cap = self._maybe(0.5, self._one_of([1e-4, 1e-3, 0.02]))
         if self._collects:
@@ -89,7 +90,7 @@ class _Generator(Chance):
             if cap is not None:
                 cap = 3 * 8 * 9 * (4 if self._world_size == 2 else 8) / 2**20
         keeps = self._network.has_buffers and self._chance(0.08)
-        return Options(
+        return given(
             bucket_cap_mb=cap,
             find_unused_parameters=finds,
             gradient_as_bucket_view=True if self._views else None,
@@ -203,12 +204,16 @@ class _Generator(Chance):
         if moment == "between":
             # The backward of BatchNorm needs its buffers.
             has_norm = self._network.has_norm
-            return [self._draw_write(UNSEEN if has_norm else WAYS, len(self._network.buffers))]
+            return [
+                self._draw_write(
+                    buffers.UNSEEN if has_norm else buffers.WAYS, len(self._network.buffers)
+                )
+            ]
         kind = self._random.randrange(4)  # a write, an evaluation, or both
         writes = [self._draw_write()] if kind else []
         return writes + (self._evaluate("main") if kind < 2 else [])
 
-    def _draw_write(self, ways: tuple[str, ...] = WAYS, count: int = 20) -> Action:
+    def _draw_write(self, ways: tuple[str, ...] = buffers.WAYS, count: int = 20) -> Action:
         which = tuple(self._random.randrange(count) for _ in range(self._random.randint(1, 2)))
         return buffers.Write(self._some_ranks(), self._one_of(ways), which)
 

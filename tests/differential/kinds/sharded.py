@@ -29,7 +29,6 @@ def draw(seed: int, world_size: int) -> Program:
         program,
         kind="sharded",
         network=replace(program.network, blocks=blocks),
-        options=replace(program.options, compression=None),
         communication_hook="",
         # A hook that scales .grad also scales an earlier mean, which only owners have.
         hooks=tuple((block, TENSOR, False) for block, _, _ in program.hooks),

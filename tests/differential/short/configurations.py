@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.utils.checkpoint import checkpoint
 
 import tritonddp
-from differential.in_ranks import OURS, WRAPPERS
+from differential.wrappers import OURS, WRAPPERS
 
 WIDTH = 4
 STOCK = "stock"  # the key of stock DDP in WRAPPERS

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,8 +17,8 @@ from differential.short.configurations import NETS, WIDTH, Bare, Configuration
 # Seconds: longer than a backward takes here, and long after it.
 SOON, LATE = 0.01, 0.04
 
-# Parameters, gradients and buffers by name: the bytes of their values in fp64.
-State = dict[str, bytes]
+# Parameters, gradients and buffers by name, in fp64.
+State = dict[str, np.ndarray]
 
 
 class Planted(ArithmeticError):
@@ -50,7 +51,7 @@ class Rank:
             if param.grad is not None:
                 found[f"{name}.grad"] = param.grad
         found.update(self.net.named_buffers())
-        return {name: each.detach().double().numpy().tobytes() for name, each in found.items()}
+        return {name: each.detach().double().numpy().copy() for name, each in found.items()}
 
     def batch(self, **options: Any) -> Tensor:
         return torch.randn(5, WIDTH, dtype=self.dtype, **options)
