@@ -255,23 +255,16 @@ class Network(nn.Module):
         """The results of the two heads, found in the output of ``forward``."""
         return OUTPUTS[self.spec.output][1](output)
 
-    def penalty(self) -> Tensor:
-        """A function that depends only on the parameters."""
-        return torch.stack([param.pow(2).sum() for param in self.parameters()]).sum()
-
 
 def build(program: Program, rank: int) -> list[Network]:
     """The networks of ``rank``, with other values than on other ranks if wrapping sends them."""
     syncs = (program.options.get(name, True) for name in ("init_sync", "broadcast_buffers"))
     is_same = not (program.is_hostile or all(syncs))
     torch.default_generator.manual_seed(program.seed * 10 + (0 if is_same else rank))
-    spec, networks = program.network, [Network(program.network)]
+    networks = [Network(program.network)]
     if program.has_critic:
-        networks.append(Network(spec, networks[0].blocks["b0"]))
-    if program.is_hostile and program.world_size > 2:
-        # In fp64 the rounding of sums in another order is far below the tolerance.
-        for network in networks:
-            for module in network.modules():
-                if not isinstance(module, Network | Buffers):
-                    module.to(torch.float64)
+        networks.append(Network(program.network, networks[0].blocks["b0"]))
+    for network in networks if program.dtype is torch.float64 else ():
+        network.blocks.double()
+        network.heads.double()
     return networks

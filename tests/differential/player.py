@@ -32,32 +32,21 @@ class Player:
         rank: as which rank.
         networks: before they are wrapped.
         wrap: wraps a network, with the options of the program.
-
-    Attributes:
-        wrapped: the wrappers in use, by title; ``"main"`` is the wrapper of the first network, and
-            ``"critic"`` the one of the second. If the networks are replicated in place, these are
-            the networks.
-        optimizer: of all networks.
-        outputs: outputs whose backward has not run, by slot.
-        old_wrappers: wrappers that the user still holds.
-        held: gradients that the user keeps, and looks at in each step.
-        caught: gradients that hooks have got in this backward, by parameter.
-        trace: what was seen so far.
-        number: of the action that is played.
     """
 
     def __init__(
         self, program: Program, rank: int, networks: Sequence[Network], wrap: Callable[..., Any]
     ) -> None:
         self.program, self.rank, self.networks, self.wrap = program, rank, networks, wrap
+        # By title: "main" and "critic". Networks that are replicated in place are their wrappers.
         self.wrapped: dict[str, Any] = {}
-        self.outputs: dict[int, Output] = {}
-        self.old_wrappers: list[Any] = []
-        self.held: list[Tensor] = []
-        self.caught: dict[Tensor, Tensor] = {}
-        self.trace: Trace = []
-        self.number = 0
+        self.outputs: dict[int, Output] = {}  # whose backward has not run, by slot
+        self.old_wrappers: list[Any] = []  # that the user still holds
+        self.held: list[Tensor] = []  # gradients that the user looks at in each step
+        self.caught: dict[Tensor, Tensor] = {}  # gradients that hooks have got in this backward
         self.added: list[Tensor] = []  # parameters of new blocks, which the optimizer will get
+        self.trace: Trace = []
+        self.number = 0  # of the action that is played
         self._add_hooks(before=True)
         for title, network in zip(("main", "critic"), self.networks, strict=False):
             self.wrapped[title] = wrap(network)
@@ -114,11 +103,7 @@ class Player:
     # What is seen
 
     def batch(self, rows: int = 6) -> Tensor:
-        if not self.program.is_hostile:
-            return torch.randn(rows, WIDTH)
-        # As the network, see networks.build().
-        dtype = torch.float32 if self.program.world_size == 2 else torch.float64
-        return torch.randn(rows, WIDTH, dtype=dtype)
+        return torch.randn(rows, WIDTH, dtype=self.program.dtype)
 
     def see(self, name: str, value: Any, kind: str = "value") -> None:
         """Note a tensor, ``None``, or a value that its ``repr`` describes completely."""

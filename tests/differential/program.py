@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from typing_extensions import dataclass_transform
 
 if TYPE_CHECKING:
@@ -38,19 +39,12 @@ class Action(Described):
 
 @dataclass(frozen=True, repr=False)
 class NetworkSpec(Described):
-    """A network, before it is made.
+    """A network, before it is made."""
 
-    Attributes:
-        blocks: kinds of the blocks ``b0``, ``b1``, ...: of :data:`differential.networks.BLOCKS`.
-        frozen: blocks whose parameters require no gradient when the network is wrapped.
-        output: how ``forward`` returns its tensors: a key of :data:`differential.networks.OUTPUTS`.
-        checkpoint: how blocks are checkpointed: ``""``, ``"reentrant"`` or ``"not reentrant"``.
-    """
-
-    blocks: tuple[str, ...]
-    frozen: tuple[str, ...] = ()
-    output: str = "tensor"
-    checkpoint: str = ""
+    blocks: tuple[str, ...]  # kinds of the blocks b0, b1, ..., of differential.networks.BLOCKS
+    frozen: tuple[str, ...] = ()  # blocks that require no gradient when the network is wrapped
+    output: str = "tensor"  # of differential.networks.OUTPUTS
+    checkpoint: str = ""  # of each block: "", "reentrant" or "not reentrant"
     tied: bool = False  # whether the first two blocks, both linear, share their weight
     buffers: tuple[str, ...] = ()  # kinds of differential.networks.BUFFERS
 
@@ -77,44 +71,43 @@ class Program(Described):
     """What some ranks do.
 
     Attributes:
-        optimizer: ``"SGD"``, ``"SGD with momentum"``, ``"Adam"`` or ``"AdamW without foreach"``.
         hooks: hooks of the user. Each has the block whose first parameter it is registered on
             (``""``: the parameters in :data:`differential.actions.gradients.HOOKS`), its kind, and
             whether it is registered before the network is wrapped.
         thresholds: of the CPU path, in elements: the mean size from which gradients stay in their
             bucket's memory, and the size of a segment. Small thresholds apply to small networks.
-        stock: options for stock DDP, ``None`` if stock DDP does not define the result.
-        communication_hook: a key of :data:`differential.in_ranks.COMMUNICATION_HOOKS`, or ``""``.
         delays: whether the gradients of the first head are delayed until the gradient of the first
             parameter of the first block is ready.
-        counts: for how many actions each rank has inputs, inside ``join()``; ``None`` without
-            ``join()``.
-        adds_groups: whether the optimizer gets the parameters of a new block as a group.
-        has_critic: of hostile programs: whether a second network shares the first block, and has
-            its own wrapper.
+        counts: for how many actions each rank has inputs inside ``join()``, if it is called.
+        has_critic: whether a second network shares the first block, and has its own wrapper.
     """
 
     kind: str  # of differential.kinds.KINDS
     seed: int  # of the generator; weights and batches are drawn from it too
-    world_size: int  # number of ranks
+    world_size: int
     network: NetworkSpec  # what is wrapped
     options: dict[str, Any]  # of the wrapper
     actions: tuple[Action, ...] = ()  # what every rank does
-    optimizer: str = "SGD"
+    optimizer: str = "SGD"  # a key of differential.player.OPTIMIZERS
     hooks: tuple[tuple[str, str, bool], ...] = ()
     thresholds: tuple[int, int] | None = None
-    stock: dict[str, Any] | None = None
-    communication_hook: str = ""
+    stock: dict[str, Any] | None = None  # options; None if stock DDP does not define the result
+    communication_hook: str = ""  # a key of differential.in_ranks.COMMUNICATION_HOOKS
     delays: bool = False
     counts: tuple[int, ...] | None = None
     over_present: bool = False  # whether the mean there is over the ranks that still have inputs
-    adds_groups: bool = False
+    adds_groups: bool = False  # whether the optimizer gets the parameters of new blocks as groups
     has_critic: bool = False
 
     @property
     def is_hostile(self) -> bool:
         """Whether the program does not use this package's API: stock DDP is the only judge."""
         return self.kind == "hostile"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In fp64 the rounding of sums in another order is far below the tolerance."""
+        return torch.float64 if self.is_hostile and self.world_size > 2 else torch.float32
 
     @property
     def syncs_buffers(self) -> bool:

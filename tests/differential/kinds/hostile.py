@@ -135,7 +135,7 @@ class _Generator(Chance):
                 ways.append("the parameters")
             yield self._forward(title)
             yield training.Drop()
-            yield probes.BackwardOfTheArmed(self._one_of(ways))
+            yield probes.Probe((1,) * self._world_size, self._one_of(ways), "reduced")
             return
         if self._chance(0.1):
             yield self._forward(title)

@@ -96,7 +96,7 @@ class Cache(Bare):
 NETS: dict[str, type[Bare]] = {
     cls.__name__.lower(): cls for cls in (Norm, Bare, Hidden, Expert, Cache)
 }
-# The other parts of a configuration: options of both sides, and of tritonddp.
+# The other parts of a configuration: options.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "warm": {},  # two usual steps before each program: buckets are rebuilt, and ranks share memory
@@ -105,38 +105,30 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "small": {"bucket_cap_mb": 1e-5},
     "static": {"static_graph": True},
     "nobuf": {"broadcast_buffers": False},
+    "group": {"transport": "process_group"},  # of tritonddp
 }
-OF_OURS: dict[str, dict[str, Any]] = {"group": {"transport": "process_group"}}
 ALLREDUCE = "allreduce"  # the communication hook of torch
 IN_PLACE = "replicate"
-PARTS = {*NETS, *OPTIONS, *OF_OURS, ALLREDUCE, IN_PLACE}
+PARTS = {*NETS, *OPTIONS, ALLREDUCE, IN_PLACE}
 
 
 class Configuration:
-    """What is wrapped, and how.
-
-    Args:
-        name: its parts, joined by ``+``.
-
-    Attributes:
-        head: the events before each word.
-    """
+    """What is wrapped, and how."""
 
     def __init__(self, name: str) -> None:
         self.name, self.parts = name, frozenset(name.split("+"))
         if unknown := self.parts - PARTS:
             raise ValueError(f"unknown parts of a configuration: {sorted(unknown)}")
         self.net = next((part for part in NETS if part in self.parts), "norm")
-        self.head = "FBSFBSZ" if "warm" in self.parts else ""
+        self.head = "FBSFBSZ" if "warm" in self.parts else ""  # the events before each word
         self.is_in_place = IN_PLACE in self.parts
         self.broadcasts = self.net == "norm" and "nobuf" not in self.parts
 
     def wrap(self, wrapper: str, net: Bare) -> Any:
         """Wrap the network with a class of ``WRAPPERS``."""
         options: dict[str, Any] = {}
-        for part, given in (OPTIONS | (OF_OURS if wrapper == OURS else {})).items():
-            if part in self.parts:
-                options |= given
+        for part in self.parts & OPTIONS.keys() - ({"group"} if wrapper != OURS else set()):
+            options |= OPTIONS[part]
         Stock._set_params_and_buffers_to_ignore_for_model(net, [*net.ignored])
         if wrapper == OURS and self.is_in_place:
             ddp: Any = tritonddp.replicate(net, **options)
