@@ -27,15 +27,9 @@ _DIVERGED = 1e12
 def differences(
     seeds: Sequence[int], world_size: int, kind: str = "usual", wrapper: str = OURS
 ) -> Iterator[str]:
-    """Play programs on ``world_size`` ranks; yield at most one difference for each, in words.
-
-    Args:
-        seeds: of the programs.
-        world_size: number of ranks.
-        kind: of the programs.
-        wrapper: the class that plays them, of :data:`differential.wrappers.WRAPPERS`.
-    """
+    """Play programs with a class of ``WRAPPERS``; yield at most one difference for each."""
     judge = {"hostile": _compare_with_stock, "sharded": _compare_with_plain}.get(kind, _compare_all)
+    torch.set_num_threads(1)
     for seed in seeds:
         program = program_of(kind, seed, world_size)
         try:
@@ -140,13 +134,7 @@ def _is_near(mine: Entry, its: Entry, bounds: Mapping[torch.dtype, float] = _NEA
 
 
 def judged(program: Program, title: str, traces: Sequence[Trace]) -> Iterator[str]:
-    """Compare what the ranks saw with the oracle, which starts each action from what they had.
-
-    Args:
-        program: what was played.
-        title: of the way in which it was played.
-        traces: of all ranks.
-    """
+    """Compare what the ranks saw with the oracle, which starts each action from what they had."""
     oracle = Oracle(program, in_place=title == IN_PLACE)
     for number in range(len(program.actions) + 1):
         seen = [[entry for entry in trace if entry.action == number] for trace in traces]

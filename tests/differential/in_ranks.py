@@ -22,8 +22,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from training import delayed
 
 import tritonddp
-from differential.actions.gradients import STEPS
 from differential.actions.probes import Probe
+from differential.actions.tensors import STEPS
 from differential.kinds import program_of
 from differential.networks import Network, build
 from differential.player import Player
@@ -37,7 +37,6 @@ from tritonddp.features import metrics
 from tritonddp.kernels import reference
 
 Played = dict[str, Trace]
-RECORDED = "tritonddp on the recorded device"
 STOCK = "stock DDP"
 PLAIN = "tritonddp with a plain optimizer"
 IN_PLACE = "tritonddp in place"
@@ -53,11 +52,7 @@ COMMUNICATION_HOOKS: dict[str, Callable[[Any], None]] = {
 
 
 def play_program(kind: str, seed: int, wrapper: str) -> Played:
-    """What this rank saw of a program in all ways in which it is played.
-
-    Raises:
-        RuntimeError: something was raised; the message says where.
-    """
+    """What this rank saw of a program in all ways in which it is played."""
     program = program_of(kind, seed, dist.get_world_size())
     ways = {"hostile": _play_hostile, "sharded": _play_sharded}
     logging.getLogger("tritonddp").setLevel(logging.ERROR)  # failed backwards are logged
@@ -93,14 +88,16 @@ def play_recorded(seeds: Sequence[int], per_host: int = 0) -> None:
                 stack.enter_context(on_hosts(per_host))
                 stack.enter_context(patch.object(formats, "_SMALL", 8))
             recorder = stack.enter_context(recording(everywhere=True))
-            play(program, RECORDED, DistributedDataParallel, options)
+            play(program, "the recorded device", DistributedDataParallel, options)
             torch.cuda.synchronize()
         if recorder.races:
-            raise RuntimeError(f"seed {seed}, {RECORDED}: {recorder.report()[:4000]}")
+            raise RuntimeError(f"seed {seed}: {recorder.report()[:4000]}")
 
 
 def _play_usual(program: Program, wrapper: str) -> Played:
-    first, second = _transports(program)
+    # For more than two ranks only one transport: transports add in different orders.
+    first, second = transports(program)
+    second = second if program.world_size == 2 else first
     played = {OURS: play(program, OURS, partial(WRAPPERS[wrapper], transport=first))}
     if wrapper == OURS:
         played[IN_PLACE] = play(program, IN_PLACE, partial(tritonddp.replicate, transport=second))
@@ -111,7 +108,7 @@ def _play_usual(program: Program, wrapper: str) -> Played:
 
 def _play_sharded(program: Program, wrapper: str) -> Played:
     """With a sharded and with a plain optimizer, both of a wrapper or both in place."""
-    transport, _ = _transports(program)
+    transport, _ = transports(program)
     cls, plain_cls = WRAPPERS[wrapper], DistributedDataParallel
     if wrapper == OURS and program.seed % 3 == 0:
         cls = plain_cls = tritonddp.replicate
@@ -123,11 +120,7 @@ def _play_sharded(program: Program, wrapper: str) -> Played:
 
 
 def _play_hostile(program: Program, wrapper: str) -> Played:
-    """With stock and with the wrapper, which warns of what the program does, and of nothing else.
-
-    Raises:
-        RuntimeError: a warning without a reason, or a missing one.
-    """
+    """With stock and with the wrapper, which must not warn without a reason."""
     played = {STOCK: play(program, STOCK, Stock)}
     through_the_group = {} if program.seed % 3 else {"TRITONDDP_PEER_MEMORY": "0"}
     with patch.dict(os.environ, through_the_group), logged(logging.WARNING) as log:
@@ -142,10 +135,8 @@ def _play_hostile(program: Program, wrapper: str) -> Played:
     return played
 
 
-def _transports(program: Program) -> list[str]:
-    """Both transports for two ranks; for more ranks one, since they add in different orders."""
-    through = ["auto", "process_group"] if program.seed % 2 else ["process_group", "auto"]
-    return through if program.world_size == 2 else [through[0]] * 2
+def transports(program: Program) -> list[str]:
+    return ["auto", "process_group"] if program.seed % 2 else ["process_group", "auto"]
 
 
 def play(
@@ -154,11 +145,7 @@ def play(
     wrap: Callable[..., nn.Module],
     options: dict[str, Any] | None = None,
 ) -> Trace:
-    """What this rank saw. ``options`` of the wrapper are by default those of the program.
-
-    Raises:
-        RuntimeError: something was raised; the message says where.
-    """
+    """What this rank saw, by default with the options of the program. An error names the action."""
     arguments = program.options if options is None else options
 
     def wrapped(network: Network) -> nn.Module:
@@ -177,7 +164,10 @@ def play(
     try:
         player = Player(program, rank, build(program, rank), wrapped)
         counts = program.counts or (len(program.actions),) * program.world_size
-        with _joining(program, player):
+        context: Any = contextlib.nullcontext()
+        if program.counts:
+            context = player.net.join(divide_by_initial_world_size=not program.over_present)
+        with context:
             for number in range(counts[rank]):
                 where = f"in action {number}: {program.actions[number]}"
                 player.perform(number)
@@ -213,12 +203,6 @@ def _check_cycles() -> None:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-
-
-def _joining(program: Program, player: Player) -> contextlib.AbstractContextManager[Any]:
-    if not program.counts:
-        return contextlib.nullcontext()
-    return player.net.join(divide_by_initial_world_size=not program.over_present)
 
 
 def configured(

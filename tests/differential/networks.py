@@ -217,12 +217,7 @@ class Buffers(nn.Module):
 
 
 class Network(nn.Module):
-    """Runs the given blocks, each with a skip connection, and then two heads.
-
-    Args:
-        spec: of the network.
-        encoder: the first block, if it is shared with another network.
-    """
+    """Blocks with skip connections, then two heads. It may share ``encoder``, its first block."""
 
     def __init__(self, spec: NetworkSpec, encoder: nn.Module | None = None) -> None:
         super().__init__()

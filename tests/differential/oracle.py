@@ -29,10 +29,7 @@ Expected = tuple[Entry, Tensor | None]
 class Oracle:
     """All ranks of a program in one process.
 
-    Args:
-        program: what is played.
-        in_place: whether they are replicated in place: buffers are synchronized after reductions,
-            and not before forwards.
+    If they are replicated in place, buffers are synchronized after reductions, not before forwards.
     """
 
     def __init__(self, program: Program, in_place: bool = False) -> None:
@@ -194,10 +191,7 @@ def _mean(
 ) -> tuple[Tensor, Tensor]:
     """The mean of the gradients of one parameter, and a bound of the error of each element.
 
-    Args:
-        params: the parameter on each rank that has inputs.
-        windows: weighted backwards, each on each rank.
-        size: what the sum is divided by where there are no weights.
+    The arguments are those of :func:`oracle.terms_of_mean`, for the ranks that have inputs.
     """
     is_weighted = any(window.sums for each in windows for window in each)
     terms = list(map(dense, terms_of_mean(params, windows if is_weighted else [], size)))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from differential.actions.gradients import add_hook
+from differential.actions.tensors import add_hook
 from differential.actions.training import Output, Step
 from differential.networks import WIDTH, Network
 from differential.program import Program
@@ -44,7 +44,7 @@ class Player:
         self.old_wrappers: list[Any] = []  # that the user still holds
         self.held: list[Tensor] = []  # gradients that the user looks at in each step
         self.caught: dict[Tensor, Tensor] = {}  # gradients that hooks have got in this backward
-        self.added: list[Tensor] = []  # parameters of new blocks, which the optimizer will get
+        self.added: list[Tensor] = []  # parameters of new blocks, which the next step will get
         self.trace: Trace = []
         self.number = 0  # of the action that is played
         self._add_hooks(before=True)
@@ -93,12 +93,6 @@ class Player:
         if self.program.kind == "sharded":
             return ZeroRedundancyOptimizer(self.params, kind, lr=rate, **options)
         return kind(self.params, lr=rate, **options)
-
-    def add_group(self) -> None:
-        """Add the parameters of new blocks to the optimizer."""
-        if self.added:
-            self.optimizer.add_param_group({"params": [*self.added]})
-            self.added.clear()
 
     # What is seen
 

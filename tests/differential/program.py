@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from typing_extensions import dataclass_transform
 
 if TYPE_CHECKING:
     from differential.player import Player
@@ -25,7 +24,6 @@ class Described:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-@dataclass_transform()
 class Action(Described):
     """One thing that all ranks do, or only the ranks that it names. Subclasses are dataclasses."""
 
@@ -72,7 +70,7 @@ class Program(Described):
 
     Attributes:
         hooks: hooks of the user. Each has the block whose first parameter it is registered on
-            (``""``: the parameters in :data:`differential.actions.gradients.HOOKS`), its kind, and
+            (``""``: the parameters in :data:`differential.actions.tensors.HOOKS`), its kind, and
             whether it is registered before the network is wrapped.
         thresholds: of the CPU path, in elements: the mean size from which gradients stay in their
             bucket's memory, and the size of a segment. Small thresholds apply to small networks.

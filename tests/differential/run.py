@@ -11,7 +11,7 @@ python tests/differential/run.py --steps 10000                     long programs
 """
 
 import argparse
-import itertools
+import math
 import os
 import sys
 import time
@@ -58,13 +58,11 @@ def main() -> int:
     if arguments.steps is not None:
         return soak.main(arguments.seed or 0, arguments.steps)
     kind, world_size = arguments.kind, arguments.world
-    count = arguments.count or (100 if arguments.seed is None else 1)
+    count = math.inf if arguments.seconds else 100 if arguments.seed is None else 1
+    count, seconds = arguments.count or count, arguments.seconds or math.inf
     start, found, played = time.monotonic(), "", 0
-    for seed in itertools.count(arguments.seed or 0):
-        if found or (played == count and arguments.seconds is None):
-            break
-        if arguments.seconds is not None and time.monotonic() - start > arguments.seconds:
-            break
+    while not found and played < count and time.monotonic() - start < seconds:
+        seed = (arguments.seed or 0) + played
         if arguments.v:
             print(program_of(kind, seed, world_size), flush=True)
         found = next(differences([seed], world_size, kind, arguments.wrapper), "")

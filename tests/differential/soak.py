@@ -31,7 +31,6 @@ from differential.wrappers import OURS
 from tritonddp import DistributedDataParallel
 
 RANKS = 2
-_HOURS = 4.0  # that a soak may take
 # Memory may grow by this share between the second and the last quarter of a run, if the run has at
 # least this many steps.
 STEPS_FOR_MEMORY, MOST_GROWTH = 2000, 0.01
@@ -128,7 +127,7 @@ def main(seed: int, steps: int) -> int:
     """Play in two processes, and print what was found; return an exit status."""
     start = time.monotonic()
     try:
-        found = run_ranks(soak, RANKS, seed, steps, timeout=_HOURS * 3600)
+        found = run_ranks(soak, RANKS, seed, steps, timeout=4 * 3600)
         grown = [each for of_rank in found for each in of_rank]
     except pytest.fail.Exception as failed:
         grown = [str(failed)]

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 
 from differential.comparison import differences
 
@@ -29,11 +28,6 @@ def batches(kind: str) -> list[Any]:
         for world_size, count in PROGRAMS[kind].items()
         for first in range(0, count, BATCH[kind])
     ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def assert_none(*arguments: Any) -> None:

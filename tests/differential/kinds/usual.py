@@ -5,11 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from differential.actions import training
-from differential.actions.gradients import POST_ACCUMULATE, TENSOR
 from differential.actions.probes import InputGradient
+from differential.actions.tensors import POST_ACCUMULATE, TENSOR
 from differential.actions.training import Backward, Forward, ReduceGradients, Step, ZeroGrad
 from differential.kinds.chance import Chance
 from differential.networks import BLOCKS, OUTPUTS
+from differential.player import OPTIMIZERS
 from differential.program import Action, NetworkSpec, Program, given
 
 CONVERSIONS = ["data", "overwrite"]
@@ -64,6 +65,7 @@ class _Generator(Chance):
         fixed = fixed or (for_stock and (self._skips or self._is_sparse)) or is_static
         self._joins = not fixed and self._chance(0.15)
         self._hooks = self._draw_hooks()
+        self._hooked = {block for block, _, _ in self._hooks} | ({"b0"} if self._delays else set())
         self._trains = {name: name not in frozen for name in self._network.names}
         self._kinds = dict(zip(self._network.names, blocks, strict=True))
         self._adds = False  # whether this step has added parameters
@@ -76,9 +78,8 @@ class _Generator(Chance):
             ends.append(len(actions))
         counts = [self._one_of(ends) for _ in range(self._world_size)]
         counts[self._random.randrange(self._world_size)] = ends[-1]
-        optimizers = ["SGD", "SGD with momentum", "Adam", "AdamW without foreach"]
-        if self._is_sparse:
-            del optimizers[1:]  # the others take no sparse gradients
+        # The other optimizers take no sparse gradients.
+        optimizers = ["SGD"] if self._is_sparse else [*OPTIMIZERS]
         thresholds = self._one_of([1, 20, 200]), self._one_of([1, 50, 1_048_576])
         return Program(
             "usual",
@@ -180,9 +181,7 @@ class _Generator(Chance):
 
     def _draw_change(self, number: int) -> list[Action]:
         """A block is frozen, unfrozen or replaced."""
-        left_out = {block for block, _, _ in self._hooks} | ({"b0"} if self._delays else set())
-        if self._network.tied:
-            left_out |= {*self._network.names[:2]}
+        left_out = {*self._hooked, *(self._network.names[:2] if self._network.tied else ())}
         names = [name for name in self._network.names if name not in left_out]
         fixed = self._joins or self._is_strict or self._reentrant
         if fixed or not names or number == 0 or not self._chance(0.4):
@@ -206,11 +205,10 @@ class _Generator(Chance):
 
     def _draw_conversion(self) -> list[Action]:
         """Parameters are converted and back: stock raises, or continues with the old ones."""
-        hooked = {block for block, _, _ in self._hooks} | ({"b0"} if self._delays else set())
         fp32 = [
             block
             for block, kind in self._kinds.items()
-            if kind not in NOT_FP32 and block not in hooked and self._trains[block]
+            if kind not in NOT_FP32 and block not in self._hooked and self._trains[block]
         ]
         if self._for_stock or self._joins or self._network.tied or not fp32:
             return []

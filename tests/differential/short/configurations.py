@@ -1,6 +1,5 @@
 """What is wrapped, and how: a configuration is named by its parts, ``hidden+views``."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,9 +41,8 @@ class Bare(nn.Module):
         """``c``, or the layer in the module that replaced it."""
         return next(each for each in self.c.modules() if isinstance(each, nn.Linear))
 
-    def loss_input(self, output: Any) -> Callable[[], Tensor]:
-        """Return a function that gives the tensor of the loss, when the program asks for it."""
-        return lambda: output
+    def rename(self) -> None:
+        self.c = nn.Sequential(self.c)
 
 
 class Norm(Bare):
@@ -62,10 +60,8 @@ class Hidden(Bare):
     """The output hides its tensor, and the first gradient is ready inside an inner backward."""
 
     def forward(self, x: Tensor, skips: bool = False) -> Any:
-        return SimpleNamespace(t=checkpoint(self.c, self.features(x, skips), use_reentrant=True))
-
-    def loss_input(self, output: Any) -> Callable[[], Tensor]:
-        return lambda: output.t
+        output = checkpoint(self.c, self.features(x, skips), use_reentrant=True)
+        return SimpleNamespace(hidden=output)
 
 
 class Expert(Bare):

@@ -55,12 +55,7 @@ class Answer(NamedTuple):
 
 
 class Side:
-    """The ranks of one side.
-
-    Args:
-        wrapper: the key of ``WRAPPERS`` that they play.
-        world_size: number of ranks.
-    """
+    """The ranks that play a class of ``WRAPPERS``."""
 
     def __init__(self, wrapper: str, world_size: int) -> None:
         self.wrapper, self.world_size = wrapper, world_size

@@ -6,6 +6,7 @@ import argparse
 import os
 import time
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -60,13 +61,12 @@ def _play(arguments: argparse.Namespace, name: str, sides: list[Side]) -> Counte
     return count
 
 
-def _words(arguments: argparse.Namespace, configuration: Configuration) -> list[str]:
+def _words(arguments: argparse.Namespace, configuration: Configuration) -> Iterable[str]:
     if arguments.only:
         return arguments.only.split(",")
     if arguments.sample:
-        seed = arguments.seed or 0
-        return sample(arguments.length, configuration, arguments.sample, seed)
-    return list(all_words(arguments.length, configuration))
+        return sample(arguments.length, configuration, arguments.sample, arguments.seed or 0)
+    return all_words(arguments.length, configuration)
 
 
 def judge(configuration: Configuration, word: str, stock: Answer, ours: Answer) -> tuple[str, str]:
