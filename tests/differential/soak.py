@@ -30,7 +30,6 @@ from differential.program import Program
 from differential.wrappers import OURS
 from tritonddp import DistributedDataParallel
 
-RANKS = 2
 # Memory may grow by this share between the second and the last quarter of a run, if the run has at
 # least this many steps.
 STEPS_FOR_MEMORY, MOST_GROWTH = 2000, 0.01
@@ -87,7 +86,7 @@ def programs(seed: int, steps: int) -> Iterator[tuple[Program, int]]:
         length = draw.randint(8, 24)
         if steps - done - length < 5:  # a program of a step or two shows little
             length = steps - done
-        yield usual.draw(seed * 100_000 + number, RANKS, length), length
+        yield usual.draw(seed * 100_000 + number, 2, length), length
         number, done = number + 1, done + length
 
 
@@ -127,7 +126,7 @@ def main(seed: int, steps: int) -> int:
     """Play in two processes, and print what was found; return an exit status."""
     start = time.monotonic()
     try:
-        found = run_ranks(soak, RANKS, seed, steps, timeout=4 * 3600)
+        found = run_ranks(soak, 2, seed, steps, timeout=4 * 3600)
         grown = [each for of_rank in found for each in of_rank]
     except pytest.fail.Exception as failed:
         grown = [str(failed)]
