@@ -184,7 +184,7 @@ def assert_right(ddp: Any) -> None:
     alone = copy.deepcopy(ddp.module)
     for net in (ddp, alone):
         train_step(net, BATCH)
-    assert_close(gradients(ddp), gradients(alone))
+    assert_close(gradients(ddp.module), gradients(alone))
 
 
 def test_modules_that_cannot_be_wrapped_raise_what_the_constructor_documents() -> None:
