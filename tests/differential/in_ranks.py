@@ -1,39 +1,35 @@
-"""A rank process: plays programs with several classes, and returns what it saw."""
+"""A rank process: plays a program with several classes, and returns what it saw."""
 
 import contextlib
 import gc
 import inspect
 import logging
 import os
-import pickle
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
-from distributed import give_up_after
-from logged import Kept, logged
+from logged import logged
 from on_hosts import on_hosts
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.utils.parametrize import is_parametrized
+from training import delayed
 
 import tritonddp
-from differential.actions.gradients import STEPS
 from differential.actions.probes import Probe
+from differential.actions.tensors import STEPS
 from differential.kinds import program_of
-from differential.networks import Network
-from differential.player import TIMEOUT, Player, networks_of, wrapper_of
-from differential.program import Options, Program
-from differential.trace import Entry, Trace
-from differential.wrappers import FAULTS
+from differential.networks import Network, build
+from differential.player import Player
+from differential.program import Program
+from differential.trace import Trace
+from differential.wrappers import OURS, WRAPPERS
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets import formats
 from tritonddp.comm.host import memory_exchange, rank_buffers
@@ -41,10 +37,7 @@ from tritonddp.features import metrics
 from tritonddp.kernels import reference
 
 Played = dict[str, Trace]
-RECORDED = "tritonddp on the recorded device"
-ALARM = "the log of tritonddp"
-OURS, STOCK = "tritonddp", "stock DDP"
-OTHER = "tritonddp through the other transport"
+STOCK = "stock DDP"
 PLAIN = "tritonddp with a plain optimizer"
 IN_PLACE = "tritonddp in place"
 
@@ -57,45 +50,15 @@ COMMUNICATION_HOOKS: dict[str, Callable[[Any], None]] = {
     "ALLREDUCE": lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
 }
 
-# What plays a program. A difference of "stock" in a hostile or short program is a fault of the
-# generator.
-WRAPPERS: dict[str, Any] = {
-    OURS: DistributedDataParallel,
-    "stock": Stock,
-    **FAULTS,
-}
 
-
-def play_all(seeds: Sequence[int], folder: str, kind: str, wrapper: str) -> None:
-    """Play programs. What this rank saw of each is written to the file ``SEED.RANK`` in a folder.
-
-    So the results of earlier programs are not lost if a process dies or hangs.
-
-    Args:
-        seeds: of the programs.
-        folder: an existing folder.
-        kind: of the programs.
-        wrapper: the class that plays them, of :data:`WRAPPERS`.
-
-    Raises:
-        RuntimeError: something was raised; the message says in which program, and where.
-    """
-    dist.barrier()  # one rank may have taken seconds to import all this
-    if kind == "hostile":  # a program that differs may hang
-        give_up_after(TIMEOUT, dist.group.WORLD)
-    gc.collect()
-    gc.freeze()  # or each collection would look at all of torch
-    log = logging.getLogger("tritonddp")
-    log.setLevel(logging.ERROR)  # failed backwards are logged
-    with warnings.catch_warnings():
+def play_program(kind: str, seed: int, wrapper: str) -> Played:
+    """What this rank saw of a program in all ways in which it is played."""
+    program = program_of(kind, seed, dist.get_world_size())
+    ways = {"hostile": _play_hostile, "sharded": _play_sharded}
+    logging.getLogger("tritonddp").setLevel(logging.ERROR)  # failed backwards are logged
+    with warnings.catch_warnings(), configured(program.seed, program.thresholds):
         warnings.simplefilter("ignore")
-        for seed in seeds:
-            program = program_of(kind, seed, dist.get_world_size())
-            ways = {"hostile": _play_hostile, "sharded": _play_sharded}
-            played = ways.get(kind, _play_all_ways)(program, wrapper)
-            path, part = (Path(folder, f"{seed}.{dist.get_rank()}{end}") for end in ("", ".new"))
-            part.write_bytes(pickle.dumps(played))
-            part.replace(path)
+        return ways.get(kind, _play_usual)(program, wrapper)
 
 
 def play_recorded(seeds: Sequence[int], per_host: int = 0) -> None:
@@ -118,30 +81,26 @@ def play_recorded(seeds: Sequence[int], per_host: int = 0) -> None:
         program = program_of("usual", seed, dist.get_world_size())
         with warnings.catch_warnings(), contextlib.ExitStack() as stack:
             warnings.simplefilter("ignore")
+            options = program.options
             if per_host and not program.communication_hook:
-                within = "bfloat16" if seed % 2 else None
-                options = replace(program.options, compression="int8", reduce_dtype=within)
-                program = replace(program, options=options)
+                within = {"reduce_dtype": torch.bfloat16} if seed % 2 else {}
+                options = {**options, "compression": "int8", **within}
                 stack.enter_context(on_hosts(per_host))
                 stack.enter_context(patch.object(formats, "_SMALL", 8))
             recorder = stack.enter_context(recording(everywhere=True))
-            play(program, RECORDED, DistributedDataParallel, program.options)
+            play(program, "the recorded device", DistributedDataParallel, options)
             torch.cuda.synchronize()
         if recorder.races:
-            raise RuntimeError(f"seed {seed}, {RECORDED}: {recorder.report()[:4000]}")
+            raise RuntimeError(f"seed {seed}: {recorder.report()[:4000]}")
 
 
-def _play_all_ways(program: Program, wrapper: str) -> Played:
-    first, second = _transports(program)
-    wrap = partial(WRAPPERS[wrapper], transport=first)
-    played = {}
-    with configured(program.seed, program.thresholds):
-        played[OURS] = play(program, OURS, wrap, program.options)
-        if wrapper == OURS:
-            title, cls = IN_PLACE, tritonddp.replicate
-            if program.named:  # its steps use the wrapper
-                title, cls = OTHER, DistributedDataParallel
-            played[title] = play(program, title, partial(cls, transport=second), program.options)
+def _play_usual(program: Program, wrapper: str) -> Played:
+    # For more than two ranks only one transport: transports add in different orders.
+    first, second = transports(program)
+    second = second if program.world_size == 2 else first
+    played = {OURS: play(program, OURS, partial(WRAPPERS[wrapper], transport=first))}
+    if wrapper == OURS:
+        played[IN_PLACE] = play(program, IN_PLACE, partial(tritonddp.replicate, transport=second))
     if program.stock is not None and STOCK_DEFINES:
         played[STOCK] = play(program, STOCK, Stock, program.stock)
     return played
@@ -149,89 +108,76 @@ def _play_all_ways(program: Program, wrapper: str) -> Played:
 
 def _play_sharded(program: Program, wrapper: str) -> Played:
     """With a sharded and with a plain optimizer, both of a wrapper or both in place."""
-    transport, _ = _transports(program)
+    transport, _ = transports(program)
     cls, plain_cls = WRAPPERS[wrapper], DistributedDataParallel
     if wrapper == OURS and program.seed % 3 == 0:
         cls = plain_cls = tritonddp.replicate
     plain = replace(program, kind="usual")
-    with configured(program.seed, program.thresholds):
-        return {
-            OURS: play(program, OURS, partial(cls, transport=transport), program.options),
-            PLAIN: play(plain, PLAIN, partial(plain_cls, transport=transport), program.options),
-        }
+    return {
+        OURS: play(program, OURS, partial(cls, transport=transport)),
+        PLAIN: play(plain, PLAIN, partial(plain_cls, transport=transport)),
+    }
 
 
 def _play_hostile(program: Program, wrapper: str) -> Played:
-    played = {STOCK: play(program, STOCK, Stock, program.options)}
+    """With stock and with the wrapper, which must not warn without a reason."""
+    played = {STOCK: play(program, STOCK, Stock)}
     through_the_group = {} if program.seed % 3 else {"TRITONDDP_PEER_MEMORY": "0"}
-    with (
-        configured(program.seed, program.thresholds),
-        patch.dict(os.environ, through_the_group),
-        logged(logging.WARNING) as log,
-    ):
-        played[OURS] = play(program, wrapper, WRAPPERS[wrapper], program.options)
-    alarm = _false_alarm(program, log, wrapper == OURS)
-    return played | ({ALARM: [Entry(0, "value", "said", alarm)]} if alarm else {})
-
-
-def _false_alarm(program: Program, log: Kept, is_ours: bool) -> str:
-    """A warning without a reason, or the reason of a missing warning."""
+    with patch.dict(os.environ, through_the_group), logged(logging.WARNING) as log:
+        played[OURS] = play(program, wrapper, WRAPPERS[wrapper])
     steps = any(hook == STEPS for _, hook, _ in program.hooks)
-    logged_steps = log.lines("hooked_steps")
-    if bool(logged_steps) != steps and (logged_steps or is_ours):
-        return f"an optimizer in a hook, {steps}: the log says {logged_steps}"
-    unreduced = log.lines("unreduced")
     leaves = any(isinstance(each, Probe) and each.end == "left" for each in program.actions)
-    return f"without reason: {unreduced}" if unreduced and not leaves else ""
+    found, unreduced = (log.lines(name) for name in ("hooked_steps", "unreduced"))
+    if (found and not steps) or (steps and not found and wrapper == OURS):
+        raise RuntimeError(f"an optimizer steps in a hook: {steps}, but the log says {found}")
+    if unreduced and not leaves:
+        raise RuntimeError(f"a warning without reason: {unreduced}")
+    return played
 
 
-def _transports(program: Program) -> list[str]:
-    """Both transports for two ranks; for more ranks one, since they add in different orders."""
-    through = ["auto", "process_group"] if program.seed % 2 else ["process_group", "auto"]
-    return through if program.world_size == 2 else [through[0]] * 2
+def transports(program: Program) -> list[str]:
+    return ["auto", "process_group"] if program.seed % 2 else ["process_group", "auto"]
 
 
 def play(
     program: Program,
     title: str,
     wrap: Callable[..., nn.Module],
-    options: Options,
-    after: Callable[[Player, int], None] = lambda player, number: None,
+    options: dict[str, Any] | None = None,
 ) -> Trace:
-    """What this rank saw. ``after`` is called after each of its actions, and at the end.
+    """What this rank saw, by default with the options of the program. An error names the action."""
+    arguments = program.options if options is None else options
 
-    Raises:
-        RuntimeError: something was raised; the message says in which program, and where.
-    """
-    # In the log of this process, which is shown where it hangs.
-    print(f"seed {program.seed}, {title}", flush=True)
+    def wrapped(network: Network) -> nn.Module:
+        later = {}
+        if program.delays:
+            until = next(network.blocks["b0"].parameters())
+            later = delayed(network, "heads.0.weight", "heads.0.bias", until=until)
+        net = wrap(network, **arguments, **later)
+        if program.communication_hook:
+            ddp = net if title == STOCK else tritonddp.ddp(net)
+            COMMUNICATION_HOOKS[program.communication_hook](ddp)
+        return net
+
     rank, where = dist.get_rank(), "when it is wrapped"
     gc.disable()
     try:
-
-        def wrapped(network: Network) -> nn.Module:
-            net = wrap(network, **arguments_of(options), **_delayed(program, network))
-            if program.communication_hook:
-                COMMUNICATION_HOOKS[program.communication_hook](wrapper_of(net) or net)
-            return net
-
-        player = Player(program, rank, networks_of(program, rank), wrapped)
+        player = Player(program, rank, build(program, rank), wrapped)
         counts = program.counts or (len(program.actions),) * program.world_size
-        with _joining(program, player):
+        context: Any = contextlib.nullcontext()
+        if program.counts:
+            context = player.net.join(divide_by_initial_world_size=not program.over_present)
+        with context:
             for number in range(counts[rank]):
                 where = f"in action {number}: {program.actions[number]}"
                 player.perform(number)
-                after(player, number)
             where = "while it follows the other ranks inside join()"
         player.finish()
-        after(player, len(program.actions))
         makes_cycles = any(getattr(each, "in_a_cycle", False) for each in program.actions)
         if not (makes_cycles or title == STOCK):
             _check_cycles()
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"seed {program.seed}: {title} raised {type(error).__name__} ({error}) {where}"
-        raise RuntimeError(f"{message}, {last.filename}:{last.lineno}") from error
+        raise RuntimeError(f"seed {program.seed}: {title} raised {error!r} {where}") from error
     finally:
         gc.enable()
     trace = player.trace
@@ -257,31 +203,6 @@ def _check_cycles() -> None:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-
-
-def _joining(program: Program, player: Player) -> contextlib.AbstractContextManager[Any]:
-    if not program.counts:
-        return contextlib.nullcontext()
-    return player.net.join(divide_by_initial_world_size=not program.over_present)
-
-
-def _delayed(program: Program, network: Network) -> dict[str, Any]:
-    if not program.delays:
-        return {}
-    return {
-        "delay_all_reduce_named_params": [
-            (f"heads.0.{name}", param) for name, param in network.heads[0].named_parameters()
-        ],
-        "param_to_hook_all_reduce": next(network.blocks["b0"].parameters()),
-    }
-
-
-def arguments_of(options: Options) -> dict[str, Any]:
-    """The arguments of the wrapper."""
-    arguments = options.given
-    if options.reduce_dtype:
-        arguments["reduce_dtype"] = getattr(torch, options.reduce_dtype)
-    return arguments
 
 
 def configured(

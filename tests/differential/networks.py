@@ -1,6 +1,6 @@
 """What is wrapped: networks of blocks, each with an unusual kind of parameter or gradient."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ WIDTH = 8
 
 
 class Linear(nn.Module):
-    """The ordinary case, in any dtype."""
+    """The usual case, in any dtype."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Wide(nn.Module):
         self.weight = nn.Parameter(torch.randn(2000, WIDTH) / 50)
 
     def forward(self, x: Tensor) -> Tensor:
-        # (Without the outer one, which bounds it, trainings through several of them diverge.)
+        # The outer tanh bounds the output: trainings through several blocks would diverge.
         return torch.tanh(torch.tanh(x @ self.weight.t()) @ self.weight)
 
 
@@ -201,31 +201,6 @@ BUFFERS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-# How a buffer is written.
-WAYS = ("in place", "through .data", "as .data", "reassigned", "by load_state_dict")
-# The ways that autograd does not see: a backward of an older forward still works.
-UNSEEN = ("through .data", "as .data", "reassigned")
-
-
-def write_buffer(way: str, owner: nn.Module, name: str, value: Tensor) -> None:
-    buffer = getattr(owner, name)
-    value = value.to(buffer.dtype)
-    match way:
-        case "in place":
-            with torch.no_grad():
-                buffer.copy_(value)
-        case "through .data":
-            buffer.data.copy_(value)
-        case "as .data":
-            buffer.data = value.clone()
-        case "reassigned":
-            setattr(owner, name, value.clone())
-        case "by load_state_dict":
-            owner.load_state_dict({name: value}, strict=False)
-        case _:
-            raise ValueError(way)
-
-
 class Buffers(nn.Module):
     """Computes with buffers, and keeps none of them for the backward."""
 
@@ -242,23 +217,15 @@ class Buffers(nn.Module):
 
 
 class Network(nn.Module):
-    """Runs the given blocks, each with a skip connection, and then two heads.
-
-    Args:
-        spec: of the network.
-        encoder: the first block, if it is shared with another network.
-    """
+    """Blocks with skip connections, then two heads. It may share ``encoder``, its first block."""
 
     def __init__(self, spec: NetworkSpec, encoder: nn.Module | None = None) -> None:
         super().__init__()
         self.spec = spec
         makers = BLOCKS | {AFTER_BRANCHES: Collective}
-        self.blocks = nn.ModuleDict(
-            {
-                name: encoder if encoder is not None and name == "b0" else makers[kind]()
-                for name, kind in zip(spec.names, spec.blocks, strict=True)
-            }
-        )
+        self.blocks = nn.ModuleDict()
+        for name, kind in zip(spec.names, spec.blocks, strict=True):
+            self.blocks[name] = encoder if encoder and name == "b0" else makers[kind]()
         if spec.tied:
             self.blocks["b1"].linear.weight = self.blocks["b0"].linear.weight
         for name in spec.frozen:
@@ -280,41 +247,19 @@ class Network(nn.Module):
         return checkpoint(block, x, use_reentrant=self.spec.checkpoint == "reentrant")
 
     def results(self, output: Any) -> tuple[Tensor, Tensor]:
-        """The results of the two heads, in what ``forward`` has returned."""
+        """The results of the two heads, found in the output of ``forward``."""
         return OUTPUTS[self.spec.output][1](output)
-
-    def penalty(self) -> Tensor:
-        """A function of the parameters alone."""
-        return torch.stack([param.pow(2).sum() for param in self.parameters()]).sum()
-
-    def owned_buffers(self) -> Iterator[tuple[nn.Module, str]]:
-        """Each buffer, as the module that owns it and the name that it has there."""
-        for module in self.modules():
-            for name in module._buffers:
-                yield module, name
-
-
-def another_value(buffer: Tensor) -> Tensor:
-    """A random value of the same dtype and shape."""
-    if buffer.dtype is torch.bool:
-        return torch.rand(buffer.shape) > 0.3
-    if not buffer.dtype.is_floating_point:
-        return torch.randint(0, 9, buffer.shape, dtype=buffer.dtype)
-    return (torch.rand(buffer.shape, dtype=torch.float64) + 0.5).to(buffer.dtype)
 
 
 def build(program: Program, rank: int) -> list[Network]:
     """The networks of ``rank``, with other values than on other ranks if wrapping sends them."""
-    options = program.options
-    is_same = not program.is_hostile and False in (options.init_sync, options.broadcast_buffers)
+    syncs = (program.options.get(name, True) for name in ("init_sync", "broadcast_buffers"))
+    is_same = not (program.is_hostile or all(syncs))
     torch.default_generator.manual_seed(program.seed * 10 + (0 if is_same else rank))
-    spec, networks = program.network, [Network(program.network)]
+    networks = [Network(program.network)]
     if program.has_critic:
-        networks.append(Network(spec, networks[0].blocks["b0"]))
-    if program.is_hostile and program.world_size > 2:
-        # In fp64 the rounding of sums in another order is far below the tolerance.
-        for network in networks:
-            for module in network.modules():
-                if not isinstance(module, Network | Buffers):
-                    module.to(torch.float64)
+        networks.append(Network(program.network, networks[0].blocks["b0"]))
+    for network in networks if program.dtype is torch.float64 else ():
+        network.blocks.double()
+        network.heads.double()
     return networks

@@ -5,23 +5,16 @@ of its rounding error. It continues with the tensors of the ranks: each step is 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from oracle import Alone, Window, terms_of_mean
 from torch import Tensor
 
-from differential.actions.named import NamedStep
-from differential.actions.training import (
-    Backward,
-    Convert,
-    Forward,
-    ReduceGradients,
-)
-from differential.networks import Network
-from differential.player import Player, networks_of
+from differential.actions.training import Backward, Convert, Forward, ReduceGradients
+from differential.networks import Network, build
+from differential.player import Player
 from differential.program import Program
 from differential.trace import Entry, Snapshot, dense
 
@@ -29,46 +22,33 @@ from differential.trace import Entry, Snapshot, dense
 # of the sums, of the mean itself; twice that. Weights add factors and sums.
 _ROUNDINGS = 4
 _ROUNDINGS_OF_WEIGHTED = 16
-# How far the gradients of a step of a named program may be from the mean, by the largest one:
-# a step may reduce several times.
-_NAMED = 1e-12
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What a rank must see."""
-
-    place: tuple[int, str, str]  # of the entry in the trace
-    value: Tensor | None
-    bound: Tensor | None  # of the error of each element; None: the value is exact
-    strides: tuple[int, ...] | None  # of the tensor; None: any, or it is sparse
+# What a rank must see, and a bound of the error of each element; None if the tensor is exact.
+Expected = tuple[Entry, Tensor | None]
 
 
 class Oracle:
     """All ranks of a program in one process.
 
-    Args:
-        program: what is played.
-        in_place: whether they are replicated in place: buffers are synchronized after reductions,
-            and not before forwards.
+    If they are replicated in place, buffers are synchronized after reductions, not before forwards.
     """
 
     def __init__(self, program: Program, in_place: bool = False) -> None:
         self._program = program
         ranks = range(program.world_size)
-        self._everyone = [Player(program, rank, networks_of(program, 0), Alone) for rank in ranks]
+        self._everyone = [Player(program, rank, build(program, 0), Alone) for rank in ranks]
         # As in stock, a module without buffers when it is wrapped never has any synchronized.
-        has_buffers = any(True for _ in self._everyone[0].network.buffers())
-        self._syncs = program.options.syncs_buffers and has_buffers
-        self._syncs_afterwards = in_place and self._syncs and not program.counts
+        syncs = program.syncs_buffers and any(True for _ in self._everyone[0].network.buffers())
+        self.syncs_afterwards = in_place and syncs and not program.counts
+        # Whether a forward synchronizes buffers, unless the one before was under no_sync.
+        self._syncs_forwards = self._syncs_next_forward = syncs and not self.syncs_afterwards
         self._counts = program.counts or (len(program.actions),) * program.world_size
         # The ranks with inputs.
         self._players = list(self._everyone)
-        self._syncs_next_forward = self._syncs_forwards
-        # Buffers that forwards broadcast. A forward with gradients finds those of an added block.
+        # Buffers that forwards broadcast, by rank. A forward with gradients finds the buffers of an
+        # added block.
         self._broadcast = self._buffers()
-        # The parameters with a gradient from a backward since the last reduction, on each rank.
-        self._used: list[set[Tensor]] = [set() for _ in self._players]
+        # The parameters of all ranks with a gradient from a backward since the last reduction.
+        self._used: set[Tensor] = set()
         # The bounds of the gradients that the last action has reduced.
         self._bounds: dict[str, Tensor | None] = {}
 
@@ -78,67 +58,42 @@ class Oracle:
         Then call :meth:`adopt` with what the ranks have seen.
         """
         action = self._program.actions[number]
-        if any(self._counts[player.rank] <= number for player in self._players):
-            self._remove_ranks(number)
+        self._players = [each for each in self._players if self._counts[each.rank] > number]
         if isinstance(action, Forward):
             if action.grad:
                 self._broadcast = self._buffers()
             if self._syncs_next_forward:
                 self._sync_buffers()
-        reached = []
         for player in self._players:
             player.trace = []
-            # A step of a named program may replace parameters.
-            is_named = isinstance(action, NamedStep)
-            with nullcontext(set()) if is_named else _reached(player.network) as came:
+            with _reached(player.network) as came:
                 player.perform(number)
-            reached.append(came)
+            if isinstance(action, Backward):
+                self._used |= {param for param in came if param.grad is not None}
         if isinstance(action, Forward):
             self._syncs_next_forward = self._syncs_forwards and action.grad and not action.local
-        if isinstance(action, Convert):  # of which converted buffers are new ones
+        if isinstance(action, Convert):  # converted buffers are new tensors
             self._broadcast = self._buffers()
         self._bounds = {}
-        if isinstance(action, Backward):
-            for used, came in zip(self._used, reached, strict=True):
-                used |= {param for param in came if param.grad is not None}
-            if not action.local:
-                self._reduce(action.retain_graph)
-        elif isinstance(action, NamedStep):
-            for player, used in zip(self._players, self._used, strict=True):
-                used |= {param for _, param in player.named("parameters") if param.grad is not None}
-            self._reduce()
+        if isinstance(action, Backward) and not action.local:
+            self._reduce(action.retain_graph)
         elif isinstance(action, ReduceGradients):
-            for player, used in zip(self._players, self._used, strict=True):
-                used |= {param for param in player.network.parameters() if param.requires_grad}
+            for player in self._players:
+                self._used |= {each for each in player.network.parameters() if each.requires_grad}
             self._reduce()
-        present = {player.rank: player for player in self._players}
-        return [
-            self._expected(present[rank]) if rank in present else []
-            for rank in range(self._program.world_size)
-        ]
+        return [self._expected(each) if each in self._players else [] for each in self._everyone]
 
     def finish(self) -> list[list[Expected]]:
         """The end: ``join()`` gives all ranks the model of a rank that left last."""
         for player in self._everyone:
             player.trace = []
-            if self._program.counts:
-                last = self._players[-1].network
-                tensors = [*player.network.parameters()]
-                theirs = [*last.parameters()]
-                if self._program.options.syncs_buffers:
-                    tensors += player.network.buffers()
-                    theirs += last.buffers()
-                for tensor, value in zip(tensors, theirs, strict=True):
-                    tensor.data.copy_(value.data)
+            for kind in ("parameters", "buffers") if self._program.counts else ():
+                if kind == "parameters" or self._program.syncs_buffers:
+                    pairs = zip(player.named(kind), self._players[-1].named(kind), strict=True)
+                    for (_, tensor), (_, value) in pairs:
+                        tensor.data.copy_(value.data)
             player.finish()
         return [self._expected(player) for player in self._everyone]
-
-    def _remove_ranks(self, number: int) -> None:
-        """Remove the ranks without inputs for action ``number``."""
-        stay = [self._counts[player.rank] > number for player in self._players]
-        for name in ("_players", "_used", "_broadcast"):
-            kept = [each for each, stays in zip(getattr(self, name), stay, strict=True) if stays]
-            setattr(self, name, kept)
 
     def adopt(self, entries: Sequence[Sequence[Entry]]) -> None:
         """Continue with what each rank has seen of the last action."""
@@ -159,43 +114,33 @@ class Oracle:
                         with torch.no_grad():
                             mine.copy_(value)
 
-    @property
-    def _syncs_forwards(self) -> bool:
-        """Whether a forward synchronizes buffers, unless the one before was under ``no_sync``."""
-        return self._syncs and not self._syncs_afterwards
-
     def _sync_buffers(self) -> None:
         """Give all ranks the buffers of rank 0, in ``join()`` of the last rank with inputs."""
         source = -1 if self._program.counts else 0
-        for buffers in zip(*self._broadcast, strict=True):
+        present = (self._broadcast[player.rank] for player in self._players)
+        for buffers in zip(*present, strict=True):
             for buffer in buffers:
                 buffer.data.copy_(buffers[source])  # autograd does not see a broadcast either
 
-    def _buffers(self) -> list[list[Tensor]]:
-        return [list(player.network.buffers()) for player in self._players]
+    def _buffers(self) -> dict[int, list[Tensor]]:
+        return {player.rank: list(player.network.buffers()) for player in self._players}
 
     def _reduce(self, retains_graph: bool = False) -> None:
         """Give all ranks the mean. A retained graph keeps the buffers of its forward."""
-        replicas = [list(player.named("parameters")) for player in self._players]
         windows = list(zip(*(player.net.windows for player in self._players), strict=True))
         is_weighted = any(window.sums for each in windows for window in each)
-        for each in zip(*replicas, strict=True):
+        for each in zip(*(player.named("parameters") for player in self._players), strict=True):
             name, params = each[0][0], [param for _, param in each]
-            is_used = (
-                param in used and param.grad is not None
-                for param, used in zip(params, self._used, strict=True)
-            )
-            if not (any(is_used) or _is_weighted(params, windows)):
+            is_used = any(param in self._used and param.grad is not None for param in params)
+            sums = [each.sums.get(p) for w in windows for p, each in zip(params, w, strict=True)]
+            if not is_used and all(each is None for each in sums):
                 continue
             over = len(params) if self._program.over_present else self._program.world_size
             mean, bound = _mean(params, windows, over)
             # On two ranks it is exact: halves are exact, and a sum of two is rounded once.
             exact = self._program.world_size == 2 and not is_weighted
             self._bounds[name] = None if exact else bound
-            if self._program.named:
-                self._bounds[name] = _NAMED * mean.abs().max().clamp(min=1.0).expand_as(mean)
-            grads = [param.grad for param in params]
-            grads += [each.sums.get(p) for w in windows for p, each in zip(params, w, strict=True)]
+            grads = (*(param.grad for param in params), *sums)
             if any(grad is not None and grad.is_sparse for grad in grads):
                 for param in params:
                     param.grad = mean.to_sparse(1)
@@ -208,39 +153,33 @@ class Oracle:
                     continue
                 if param.grad is None:
                     param.grad = torch.empty_strided(
-                        param.shape, contract_strides(param), dtype=param.dtype
+                        param.shape, _contract_strides(param), dtype=param.dtype
                     )
                 else:
                     # A new tensor: gradients that the user holds do not change.
                     param.grad = param.grad.detach().clone(memory_format=torch.preserve_format)
                 param.grad.copy_(torch.zeros_like(mean) if own else mean)
-        for player, used in zip(self._players, self._used, strict=True):
-            used.clear()
-            for net in player.wrapped.values():
-                net.windows = []
-                net._goes_on = False
-        if self._syncs_afterwards and not retains_graph:
+        self._used.clear()
+        for player in self._players:
+            player.net.windows = []
+            player.net._goes_on = False
+        if self.syncs_afterwards and not retains_graph:
             self._sync_buffers()
 
     def _expected(self, player: Player) -> list[Expected]:
         """What the player has seen, with the gradients after the reduction."""
         gradients = _gradients_by_name(player)
-        expected = []
+        expected: list[Expected] = []
         for entry in player.trace:
+            bound = None
             if entry.kind == "gradient":
-                value = gradients[entry.name]
-                bound = self._bounds.get(entry.name)
-                strides = None if value is None or value.is_sparse else value.stride()
-            else:
-                assert not isinstance(entry.seen, str)
-                value = None if entry.seen is None else entry.seen.tensor()
-                bound = None
-                strides = None if entry.seen is None else entry.seen.strides
-            expected.append(Expected(entry.place, value, bound, strides))
+                value, bound = gradients[entry.name], self._bounds.get(entry.name)
+                entry = replace(entry, seen=None if value is None else Snapshot.of(value))
+            expected.append((entry, bound))
         return expected
 
 
-def contract_strides(param: Tensor) -> tuple[int, ...]:
+def _contract_strides(param: Tensor) -> tuple[int, ...]:
     """The strides of a new gradient: the parameter's if it is dense, else row-major."""
     # torch keeps the memory order only of a dense tensor.
     like = torch.empty_like(param, device="meta").stride()
@@ -252,10 +191,7 @@ def _mean(
 ) -> tuple[Tensor, Tensor]:
     """The mean of the gradients of one parameter, and a bound of the error of each element.
 
-    Args:
-        params: the parameter on each rank that has inputs.
-        windows: weighted backwards, each on each rank.
-        size: what the sum is divided by where there are no weights.
+    The arguments are those of :func:`oracle.terms_of_mean`, for the ranks that have inputs.
     """
     is_weighted = any(window.sums for each in windows for window in each)
     terms = list(map(dense, terms_of_mean(params, windows if is_weighted else [], size)))
@@ -269,31 +205,15 @@ def _mean(
     return mean, bound + info.tiny
 
 
-def _is_weighted(params: Sequence[Tensor], windows: Sequence[Sequence[Window]]) -> bool:
-    """Return True if a rank has a weighted gradient of this parameter."""
-    return any(
-        param in each.sums
-        for of_ranks in windows
-        for param, each in zip(params, of_ranks, strict=True)
-    )
-
-
 @contextmanager
 def _reached(network: Network) -> Iterator[set[Tensor]]:
-    """Context: yield the set of parameters that backwards reach, even without a gradient."""
+    """Context: yield the set of parameters that get a gradient from a backward."""
     came: set[Tensor] = set()
     params = [param for param in network.parameters() if param.requires_grad]
-    with torch.enable_grad():
-        nodes = [param.view_as(param).grad_fn.next_functions[0][0] for param in params]
-    notes = [partial(_note, came, param) for param in params]
-    handles = [node.register_hook(note) for node, note in zip(nodes, notes, strict=True)]
+    handles = [param.register_post_accumulate_grad_hook(came.add) for param in params]
     yield came
     for handle in handles:
         handle.remove()
-
-
-def _note(came: set[Tensor], param: Tensor, *_: object) -> None:
-    came.add(param)
 
 
 def _gradients_by_name(player: Player) -> dict[str, Tensor | None]:

@@ -8,30 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from differential.actions.gradients import add_hook
+from differential.actions.tensors import add_hook
 from differential.actions.training import Output, Step
-from differential.named import PROGRAMS
-from differential.networks import WIDTH, Network, build
+from differential.networks import WIDTH, Network
 from differential.program import Program
 from differential.trace import Entry, Snapshot, Trace
-from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer, ddp
+from tritonddp import ZeroRedundancyOptimizer
 
-RATE = 0.05
-SLOW = 0.001  # a long program must not diverge
-TIMEOUT = 20.0  # seconds after which the ranks of a group give up
-
-
-def wrapper_of(net: Any) -> DistributedDataParallel | None:
-    """The wrapper of tritonddp that ``net`` is, or that synchronizes it in place."""
-    try:
-        return ddp(net)
-    except TypeError:
-        return None
-
-
-def networks_of(program: Program, rank: int) -> list[Any]:
-    """The networks that ``rank`` wraps."""
-    return PROGRAMS[program.named].make() if program.named else build(program, rank)
+# Classes and options. In Adam a small eps would amplify the rounding of tiny gradients.
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {}),
+    "SGD with momentum": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
+    "Adam": (torch.optim.Adam, {"eps": 0.01}),
+    "AdamW without foreach": (torch.optim.AdamW, {"eps": 0.01, "foreach": False}),
+}
 
 
 class Player:
@@ -42,37 +32,21 @@ class Player:
         rank: as which rank.
         networks: before they are wrapped.
         wrap: wraps a network, with the options of the program.
-
-    Attributes:
-        wrapped: the wrappers in use, by title; ``"main"`` is the wrapper of the first network, and
-            ``"critic"`` the one of the second. If the networks are replicated in place, these are
-            the networks.
-        optimizer: of all networks.
-        outputs: outputs whose backward has not run, by slot.
-        old_wrappers: wrappers that the user still holds.
-        held: gradients that the user keeps, and looks at in each step.
-        caught: gradients that hooks have got in this backward, by parameter.
-        trace: what was seen so far.
-        number: of the action that is played.
     """
 
     def __init__(
-        self,
-        program: Program,
-        rank: int,
-        networks: Sequence[Network],
-        wrap: Callable[..., Any],
+        self, program: Program, rank: int, networks: Sequence[Network], wrap: Callable[..., Any]
     ) -> None:
-        self.program, self.rank, self.networks = program, rank, list(networks)
+        self.program, self.rank, self.networks, self.wrap = program, rank, networks, wrap
+        # By title: "main" and "critic". Networks that are replicated in place are their wrappers.
         self.wrapped: dict[str, Any] = {}
-        self.outputs: dict[int, Output] = {}
-        self.old_wrappers: list[Any] = []
-        self.held: list[Tensor] = []
-        self.caught: dict[Tensor, Tensor] = {}
+        self.outputs: dict[int, Output] = {}  # whose backward has not run, by slot
+        self.old_wrappers: list[Any] = []  # that the user still holds
+        self.held: list[Tensor] = []  # gradients that the user looks at in each step
+        self.caught: dict[Tensor, Tensor] = {}  # gradients that hooks have got in this backward
+        self.added: list[Tensor] = []  # parameters of new blocks, which the next step will get
         self.trace: Trace = []
-        self.number = 0
-        self.added: list[Tensor] = []  # parameters of new blocks, which the optimizer will get
-        self.wrap = wrap
+        self.number = 0  # of the action that is played
         self._add_hooks(before=True)
         for title, network in zip(("main", "critic"), self.networks, strict=False):
             self.wrapped[title] = wrap(network)
@@ -105,38 +79,25 @@ class Player:
     def finish(self) -> None:
         """After the last action, and after ``join()``: look at the model once more."""
         self.number = len(self.program.actions)
-        if not self.program.named:
-            self.see_model()
+        self.see_model()
 
     def _add_hooks(self, before: bool) -> None:
         for block, kind, is_before in self.program.hooks:
             if is_before is before:
                 add_hook(self, kind, block)
 
-    # The optimizer
-
     def _make_optimizer(self) -> Any:
-        program = self.program
-        is_short = program.actions.count(Step()) < 8
-        kind, options = _optimizer(program.optimizer, RATE if is_short else SLOW)
-        if program.is_sharded:
-            return ZeroRedundancyOptimizer(self.params, kind, **options)
-        return kind(self.params, **options)
-
-    def add_group(self) -> None:
-        """Add the parameters of new blocks to the optimizer."""
-        if self.added:
-            self.optimizer.add_param_group({"params": [*self.added]})
-            self.added.clear()
+        # A long program must not diverge.
+        rate = 0.05 if self.program.actions.count(Step()) < 8 else 0.001
+        kind, options = OPTIMIZERS[self.program.optimizer]
+        if self.program.kind == "sharded":
+            return ZeroRedundancyOptimizer(self.params, kind, lr=rate, **options)
+        return kind(self.params, lr=rate, **options)
 
     # What is seen
 
     def batch(self, rows: int = 6) -> Tensor:
-        if not self.program.is_hostile:
-            return torch.randn(rows, WIDTH)
-        # As the network, see networks.build().
-        dtype = torch.float32 if self.program.world_size == 2 else torch.float64
-        return torch.randn(rows, WIDTH, dtype=dtype)
+        return torch.randn(rows, WIDTH, dtype=self.program.dtype)
 
     def see(self, name: str, value: Any, kind: str = "value") -> None:
         """Note a tensor, ``None``, or a value that its ``repr`` describes completely."""
@@ -167,17 +128,3 @@ class Player:
         for number, network in enumerate(self.networks):
             for name, tensor in getattr(network, f"named_{kind}")():
                 yield f"{number}.{name}" if number else name, tensor
-
-
-def _optimizer(name: str, rate: float) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class of the optimizer, and its options."""
-    match name:
-        case "SGD":
-            return torch.optim.SGD, {"lr": rate}
-        case "SGD with momentum":
-            return torch.optim.SGD, {"lr": rate, "momentum": 0.9, "weight_decay": 0.01}
-        case "Adam":
-            # A small eps would amplify the rounding of tiny gradients.
-            return torch.optim.Adam, {"lr": rate, "eps": 0.01}
-        case _:
-            return torch.optim.AdamW, {"lr": rate, "eps": 0.01, "foreach": False}

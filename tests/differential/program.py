@@ -7,54 +7,42 @@ play them all.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from typing_extensions import dataclass_transform
+import torch
 
 if TYPE_CHECKING:
     from differential.player import Player
 
 
 class Described:
-    """Base of dataclasses: ``str()`` is the call that makes it, without default values."""
+    """Base of dataclasses: ``repr()`` is the call that makes it, without default values."""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         given = [(each, getattr(self, each.name)) for each in fields(self)]  # type: ignore[arg-type]
-        shown = ", ".join(
-            f"{each.name}={value if isinstance(value, Described) else repr(value)}"
-            for each, value in given
-            if value != each.default
-        )
-        return f"{type(self).__name__}({shown})"
+        shown = (f"{each.name}={value!r}" for each, value in given if value != each.default)
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
-@dataclass_transform()
 class Action(Described):
     """One thing that all ranks do, or only the ranks that it names. Subclasses are dataclasses."""
 
     def __init_subclass__(cls) -> None:
-        dataclass(unsafe_hash=True)(cls)
+        dataclass(unsafe_hash=True, repr=False)(cls)
 
     def perform(self, player: Player) -> None:
         """Perform the action as the player's rank."""
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NetworkSpec(Described):
-    """A network, before it is made.
+    """A network, before it is made."""
 
-    Attributes:
-        blocks: kinds of the blocks ``b0``, ``b1``, ...: of :data:`differential.networks.BLOCKS`.
-        frozen: blocks whose parameters require no gradient when the network is wrapped.
-        output: how ``forward`` returns its tensors: a key of :data:`differential.networks.OUTPUTS`.
-        checkpoint: how blocks are checkpointed: ``""``, ``"reentrant"`` or ``"not reentrant"``.
-    """
-
-    blocks: tuple[str, ...]
-    frozen: tuple[str, ...] = ()
-    output: str = "tensor"
-    checkpoint: str = ""
+    blocks: tuple[str, ...]  # kinds of the blocks b0, b1, ..., of differential.networks.BLOCKS
+    frozen: tuple[str, ...] = ()  # blocks that require no gradient when the network is wrapped
+    output: str = "tensor"  # of differential.networks.OUTPUTS
+    checkpoint: str = ""  # of each block: "", "reentrant" or "not reentrant"
     tied: bool = False  # whether the first two blocks, both linear, share their weight
     buffers: tuple[str, ...] = ()  # kinds of differential.networks.BUFFERS
 
@@ -71,103 +59,71 @@ class NetworkSpec(Described):
         return self.has_norm or bool(self.buffers)
 
 
-@dataclass(frozen=True)
-class Options(Described):
-    """Arguments of the wrapper, by their names; ``None`` is left out."""
-
-    bucket_cap_mb: float | None = None
-    bucket_cap_mb_list: tuple[float, ...] | None = None
-    find_unused_parameters: bool | None = None
-    gradient_as_bucket_view: bool | None = None
-    static_graph: bool | None = None
-    batched_grad_copy: bool | None = None
-    forward_sync_buffers: bool | None = None
-    broadcast_buffers: bool | None = None
-    init_sync: bool | None = None
-    check_finite: str | None = None
-    metrics: bool | None = None
-    lazy_bucket_allocation: bool | None = None
-    reduce_dtype: str | None = None
-    compression: str | None = None
-
-    @property
-    def given(self) -> dict[str, object]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
-
-    @property
-    def syncs_buffers(self) -> bool:
-        """Whether forwards broadcast buffers."""
-        if self.forward_sync_buffers is not None:
-            return self.forward_sync_buffers
-        return self.broadcast_buffers is not False
+def given(**options: Any) -> dict[str, Any]:
+    """Arguments of the wrapper, without those that are ``None``."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Program(Described):
     """What some ranks do.
 
     Attributes:
-        optimizer: ``"SGD"``, ``"SGD with momentum"``, ``"Adam"`` or ``"AdamW without foreach"``.
         hooks: hooks of the user. Each has the block whose first parameter it is registered on
-            (``""``: the parameters in :data:`differential.actions.gradients.HOOKS`), its kind, and
+            (``""``: the parameters in :data:`differential.actions.tensors.HOOKS`), its kind, and
             whether it is registered before the network is wrapped.
         thresholds: of the CPU path, in elements: the mean size from which gradients stay in their
             bucket's memory, and the size of a segment. Small thresholds apply to small networks.
-        stock: options for stock DDP, ``None`` if stock DDP does not define the result.
-        communication_hook: a key of :data:`differential.in_ranks.COMMUNICATION_HOOKS`, or ``""``.
         delays: whether the gradients of the first head are delayed until the gradient of the first
             parameter of the first block is ready.
-        counts: for how many actions each rank has inputs, inside ``join()``; ``None`` without
-            ``join()``.
-        adds_groups: whether the optimizer gets the parameters of a new block as a group.
-        has_critic: of hostile programs: whether a second network shares the first block, and has
-            its own wrapper.
-        named: the named program that is played, of :data:`differential.named.PROGRAMS`.
+        counts: for how many actions each rank has inputs inside ``join()``, if it is called.
+        has_critic: whether a second network shares the first block, and has its own wrapper.
     """
 
     kind: str  # of differential.kinds.KINDS
     seed: int  # of the generator; weights and batches are drawn from it too
-    world_size: int  # number of ranks
+    world_size: int
     network: NetworkSpec  # what is wrapped
-    options: Options  # of the wrapper
+    options: dict[str, Any]  # of the wrapper
     actions: tuple[Action, ...] = ()  # what every rank does
-    optimizer: str = "SGD"
+    optimizer: str = "SGD"  # a key of differential.player.OPTIMIZERS
     hooks: tuple[tuple[str, str, bool], ...] = ()
     thresholds: tuple[int, int] | None = None
-    stock: Options | None = None
-    communication_hook: str = ""
+    stock: dict[str, Any] | None = None  # options; None if stock DDP does not define the result
+    communication_hook: str = ""  # a key of differential.in_ranks.COMMUNICATION_HOOKS
     delays: bool = False
     counts: tuple[int, ...] | None = None
     over_present: bool = False  # whether the mean there is over the ranks that still have inputs
-    adds_groups: bool = False
+    adds_groups: bool = False  # whether the optimizer gets the parameters of new blocks as groups
     has_critic: bool = False
-    named: str = ""
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the optimizer is ours, where the wrapper is."""
-        return self.kind == "sharded"
 
     @property
     def is_hostile(self) -> bool:
         """Whether the program does not use this package's API: stock DDP is the only judge."""
         return self.kind == "hostile"
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In fp64 the rounding of sums in another order is far below the tolerance."""
+        return torch.float64 if self.is_hostile and self.world_size > 2 else torch.float32
+
+    @property
+    def syncs_buffers(self) -> bool:
+        """Whether forwards broadcast buffers."""
+        synced = self.options.get("broadcast_buffers", True)
+        return self.options.get("forward_sync_buffers", synced)
+
     def where(self, number: int) -> str:
         """Action ``number``, in words."""
         return f"after action {number} ({[*self.actions, 'the end'][number]})"
 
-    @property
-    def command(self) -> str:
-        """The command that plays the program again."""
-        return (
-            f"python tests/differential/run.py --kind {self.kind} --seed {self.seed} "
-            f"--world {self.world_size} -v"
-        )
-
     def __str__(self) -> str:
-        """One action per line."""
-        lines = [Described.__str__(replace(self, actions=()))]
-        lines += [f"  {number:3} {action}" for number, action in enumerate(self.actions)]
-        return "\n".join(lines)
+        """The command that plays the program again, and one action per line."""
+        command = "python tests/differential/run.py"
+        return "\n".join(
+            (
+                f"{command} --kind {self.kind} --seed {self.seed} --world {self.world_size} -v",
+                repr(replace(self, actions=())),
+                *(f"  {number:3} {action}" for number, action in enumerate(self.actions)),
+            )
+        )

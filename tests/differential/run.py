@@ -11,6 +11,7 @@ python tests/differential/run.py --steps 10000                     long programs
 """
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -27,11 +28,10 @@ import torch
 
 from differential import soak
 from differential.comparison import differences
-from differential.in_ranks import OURS, WRAPPERS
 from differential.kinds import KINDS, program_of
 from differential.short import run as short
+from differential.wrappers import OURS, WRAPPERS
 
-BATCH = 50  # programs that the same processes play, if they are short
 SHORT = "short"
 
 
@@ -48,7 +48,6 @@ def main() -> int:
         default=OURS,
         help="with stock, a difference of hostile or short programs is a fault of the generator",
     )
-    parser.add_argument("--keep-going", action="store_true", help="also after a difference")
     parser.add_argument("--steps", type=int, help="play long programs of this many steps together")
     parser.add_argument("-v", action="store_true", help="print each program")
     short.add_arguments(parser)
@@ -58,30 +57,19 @@ def main() -> int:
         return short.main(arguments)
     if arguments.steps is not None:
         return soak.main(arguments.seed or 0, arguments.steps)
-    kind, world_size, seed = arguments.kind, arguments.world, arguments.seed or 0
-    count = arguments.count
-    if count is None and arguments.seconds is None:
-        count = 1 if arguments.seed is not None else 100
-    start = time.monotonic()
-    played = found = drawn = 0
-    while count is None or drawn < count:
-        if arguments.seconds is not None and time.monotonic() - start > arguments.seconds:
-            break
-        batch = BATCH if kind == "hostile" else 10
-        size = batch if count is None else min(batch, count - drawn)
-        seeds = range(seed + drawn, seed + drawn + size)
-        programs = [program_of(kind, each, world_size) for each in seeds]
-        for each in programs if arguments.v else ():
-            print(each, flush=True)
-        for difference in differences(seeds, world_size, kind, arguments.wrapper):
-            found += 1
-            print(f"\n{difference}\n", flush=True)
-        drawn, played = drawn + size, played + len(programs)
-        if found and not arguments.keep_going:
-            break
+    kind, world_size = arguments.kind, arguments.world
+    count = math.inf if arguments.seconds else 100 if arguments.seed is None else 1
+    count, seconds = arguments.count or count, arguments.seconds or math.inf
+    start, found, played = time.monotonic(), "", 0
+    while not found and played < count and time.monotonic() - start < seconds:
+        seed = (arguments.seed or 0) + played
+        if arguments.v:
+            print(program_of(kind, seed, world_size), flush=True)
+        found = next(differences([seed], world_size, kind, arguments.wrapper), "")
+        played += 1
     taken = time.monotonic() - start
-    print(f"{played} programs on {world_size} ranks in {taken:.0f} s: {found} differ")
-    return 1 if found else 0
+    print(f"{found}\n{played} programs on {world_size} ranks in {taken:.0f} s")
+    return int(bool(found))
 
 
 if __name__ == "__main__":

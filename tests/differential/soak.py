@@ -23,18 +23,15 @@ import torch.distributed as dist
 from distributed import gather, run_ranks
 from torch import nn
 
-from differential.actions.training import Step
-from differential.comparison import Judge
-from differential.in_ranks import OURS, configured, play
+from differential.comparison import judged
+from differential.in_ranks import configured, play
 from differential.kinds import usual
-from differential.player import Player
 from differential.program import Program
+from differential.wrappers import OURS
 from tritonddp import DistributedDataParallel
 
-RANKS = 2
-_HOURS = 4.0  # that a soak may take
-# Between the second and the last quarter of a run, which has at least this many steps, memory may
-# grow by this share.
+# Memory may grow by this share between the second and the last quarter of a run, if the run has at
+# least this many steps.
 STEPS_FOR_MEMORY, MOST_GROWTH = 2000, 0.01
 # Python may keep this many more objects, and one more in ten steps.
 _FEW_OBJECTS = 500
@@ -71,22 +68,14 @@ def footprint(step: int) -> Footprint:
 
 
 def complaints(taken: Sequence[Footprint], steps: int) -> Iterator[str]:
-    """What has grown in a run of so many steps; its first quarter is the warm-up."""
-    taken = [each for each in taken if each.step >= steps / 4]
-    if steps >= STEPS_FOR_MEMORY:
-        before = max(each.memory for each in taken if each.step <= steps / 2)
-        growth = max(each.memory for each in taken if each.step >= steps * 3 / 4) / before - 1
-        if growth > MOST_GROWTH:
-            yield f"memory grew by {growth:.2%}, which is more than {MOST_GROWTH:.0%}"
-    for name in ("files", "threads", "tensors"):
-        counts = {getattr(each, name): each.step for each in taken}
-        if len(counts) > 1:
-            listed = ", ".join(f"{count} after step {step}" for count, step in counts.items())
-            yield f"the number of {name} changed: {listed}"
-    first, *_, last = taken
-    more = last.objects - first.objects
-    if more > _FEW_OBJECTS + (last.step - first.step) / 10:
-        yield f"{more} more objects after step {last.step} than after {first.step}"
+    """What is larger in the last quarter of a run than in its second; the first is the warm-up."""
+    before = [each for each in taken if steps / 4 <= each.step <= steps / 2]
+    after = [each for each in taken if each.step >= steps * 3 / 4]
+    for name in Footprint._fields[1:]:
+        first, last = (max(getattr(each, name) for each in part) for part in (before, after))
+        allowed = {"memory": first * MOST_GROWTH, "objects": _FEW_OBJECTS + steps / 10}
+        if last - first > allowed.get(name, 0) and (name != "memory" or steps >= STEPS_FOR_MEMORY):
+            yield f"{name} grew from {first} to {last} in {steps} steps"
 
 
 def programs(seed: int, steps: int) -> Iterator[tuple[Program, int]]:
@@ -97,31 +86,23 @@ def programs(seed: int, steps: int) -> Iterator[tuple[Program, int]]:
         length = draw.randint(8, 24)
         if steps - done - length < 5:  # a program of a step or two shows little
             length = steps - done
-        yield usual.draw(seed * 100_000 + number, RANKS, length), length
+        yield usual.draw(seed * 100_000 + number, 2, length), length
         number, done = number + 1, done + length
 
 
 def play_and_judge(program: Program) -> None:
-    """Play a program on this rank, and compare each step with the oracle."""
-    judge = Judge(program, OURS)
-
-    def after(player: Player, number: int) -> None:
-        is_end = number == len(program.actions)
-        # Inside join() the ranks take different numbers of steps.
-        if is_end or (program.actions[number] == Step() and not program.counts):
-            traces, player.trace = gather(player.trace), []
-            found = next(judge.differences(traces, number + 1), None)
-            assert found is None, f"{found}\n{program}"
-
+    """Play a program on this rank, and compare each action with the oracle."""
     with configured(program.seed, program.thresholds):
-        play(program, OURS, DistributedDataParallel, program.options, after)
+        traces = gather(play(program, OURS, DistributedDataParallel))
+    found = next(judged(program, OURS, traces), "")
+    assert not found, f"{found}\n{program}"
 
 
 def soak(seed: int, steps: int) -> list[str]:
     """Play the :func:`programs` of ``seed`` on this rank, and return what has grown.
 
     Raises:
-        RuntimeError: the ranks have seen something else than the oracle, or than each other.
+        AssertionError: the ranks have seen something else than the oracle, or than each other.
     """
     logging.getLogger("tritonddp").setLevel(logging.ERROR)  # backwards fail on purpose
     # Make first what any program makes only once.
@@ -145,7 +126,7 @@ def main(seed: int, steps: int) -> int:
     """Play in two processes, and print what was found; return an exit status."""
     start = time.monotonic()
     try:
-        found = run_ranks(soak, RANKS, seed, steps, timeout=_HOURS * 3600)
+        found = run_ranks(soak, 2, seed, steps, timeout=4 * 3600)
         grown = [each for of_rank in found for each in of_rank]
     except pytest.fail.Exception as failed:
         grown = [str(failed)]

@@ -9,7 +9,7 @@ import math
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from training import assert_close, gradients, squares, train_step
 
 import tritonddp
 from tritonddp import DistributedDataParallel as DDP
@@ -31,16 +32,9 @@ pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.filterwarnings("i
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     """A process group of one rank in the test process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-    torch.set_num_threads(before)
-
-
-# Documented errors
 
 
 def errors_of(documented: Any) -> tuple[type[BaseException], ...]:
@@ -70,35 +64,23 @@ def only_documented(documented: Any, what: object) -> Iterator[None]:
             pytest.fail(f"{what} raised {error!r} in {path}:{number}")
 
 
-# Modules and values
-
-
 class Net(nn.Module):
     """Two layers and a buffer; it also returns its other arguments."""
 
-    def __init__(self, dtype: torch.dtype = torch.float64, **more: Tensor) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         self.body = nn.Linear(WIDTH, WIDTH, dtype=dtype)
         self.head = nn.Linear(WIDTH, WIDTH, dtype=dtype)
         self.register_buffer("seen", torch.zeros(2))
-        for name, tensor in more.items():
-            is_trained = tensor.is_floating_point()
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=is_trained))
 
     def forward(self, x: Tensor, *also: Any) -> Any:
         out = self.head(torch.tanh(self.body(x)))
         return (out, also) if also else out
 
 
-def ignoring(names: Any) -> nn.Module:
+def net_with(name: str, value: Any) -> nn.Module:
     net = Net()
-    net._ddp_params_and_buffers_to_ignore = names
-    return net
-
-
-def partly_on_meta() -> nn.Module:
-    net = Net()
-    net.head.to("meta")
+    setattr(net, name, nn.Parameter(value, False) if isinstance(value, Tensor) else value)
     return net
 
 
@@ -110,18 +92,18 @@ def computing() -> nn.Module:
     return net
 
 
+IGNORED = "_ddp_params_and_buffers_to_ignore"
 MODULES: list[Callable[[], Any]] = [
-    *(Net, nn.Module, partly_on_meta, computing, lambda: nn.LazyLinear(3), lambda: 3),
-    *(lambda: Net(torch.bfloat16), lambda: Net(torch.complex64), lambda: Net().to("meta")),
-    *(lambda: ignoring(["body.weight"]), lambda: ignoring(3), lambda: ignoring([None, 3])),
+    *(Net, nn.Module, computing, lambda: nn.LazyLinear(3), lambda: 3, lambda: Net().to("meta")),
+    *(lambda: Net(torch.bfloat16), lambda: Net(torch.complex64)),
+    *(partial(net_with, IGNORED, names) for names in (["body.weight"], 3, [None, 3])),
+    lambda: net_with("head", nn.Linear(WIDTH, WIDTH, device="meta")),
     lambda: Net().requires_grad_(False),
-    lambda: Net(number=torch.ones(2, dtype=torch.int64)),
-    lambda: Net(eighth=torch.ones(2).to(torch.float8_e4m3fn)),
-    lambda: Net(nothing=torch.empty(0, 3)),
+    lambda: net_with("number", torch.ones(2, dtype=torch.int64)),
+    lambda: net_with("eighth", torch.ones(2).to(torch.float8_e4m3fn)).requires_grad_(),
+    lambda: net_with("nothing", torch.empty(0, 3)).requires_grad_(),
     lambda: nn.Embedding(5, 3, sparse=True),
 ]
-
-
 ABSURD: list[Any] = [
     *(None, True, 0, 1, -1, 0.5, 2**70, 10**400, 1e-300, math.inf, -math.inf, math.nan, 1j),
     *("", "int8", "mean", "é\0", b"x", torch.float16, torch.int8, torch.device("meta")),
@@ -190,24 +172,19 @@ KEYWORDS = ("add_scalars", "check_sync")  # methods without positional arguments
 OPTIONS: dict[str, Any] = {
     "gradient_as_bucket_view": True,
     "bucket_cap_mb": 1e-5,
+    "transport": "process_group",
     "metrics": True,
     "check_finite": "warn",
-    "transport": "process_group",
+    "scalars": ("loss",),
 }
-
-
-def step(net: nn.Module) -> None:
-    net(BATCH).square().sum().backward()
 
 
 def assert_right(ddp: Any) -> None:
     """The next step gives the gradients of an unwrapped module."""
     alone = copy.deepcopy(ddp.module)
     for net in (ddp, alone):
-        net.zero_grad(set_to_none=True)
-        step(net)
-    for (name, param), own in zip(ddp.module.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(param.grad, own.grad, msg=lambda text, n=name: f"{n}: {text}")
+        train_step(net, BATCH)
+    assert_close(gradients(ddp.module), gradients(alone))
 
 
 def test_modules_that_cannot_be_wrapped_raise_what_the_constructor_documents() -> None:
@@ -229,18 +206,17 @@ def test_the_constructor_raises_what_it_documents(name: str) -> None:
             assert_right(ddp)
 
 
-@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["default", "options"])
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_raises_what_it_documents(name: str, options: dict[str, Any]) -> None:
+def test_a_method_raises_what_it_documents(name: str) -> None:
     ddp = None
     for args in METHODS[name]:
         if ddp is None or name in STAYS:
-            ddp = DDP(Net(), scalars=("loss",), **options)
+            ddp = DDP(Net(), **OPTIONS)
         method = getattr(ddp, name)
         with only_documented(getattr(DDP, name), f"{name}{args!r:.60}"):
             result = method(**args[0]) if name in KEYWORDS else method(*args)
             is_context = isinstance(result, contextlib.AbstractContextManager)
             with result if is_context else contextlib.nullcontext():
-                step(ddp)
+                squares(ddp(BATCH)).backward()
         if name not in STAYS:
             assert_right(ddp)

@@ -1,4 +1,4 @@
-"""A short soak finds nothing, and a soak with a planted leak or a wrong sum does."""
+"""A short soak finds nothing, and a planted leak or a wrong sum is found."""
 
 import gc
 from unittest.mock import patch
@@ -26,7 +26,7 @@ def test_a_wrapper_keeps_nothing_of_its_steps() -> None:
     counts = []
     for number in range(90):
         train_step(ddp, drawn(5, 4, step=number))
-        if number >= 30 and number % 30 == 29:
+        if number in (59, 89):
             gc.collect()
             counts.append(len(gc.get_objects()))
     assert counts[1] - counts[0] < 20
@@ -48,7 +48,7 @@ def test_a_mean_that_is_wrong_in_its_last_bit_is_found() -> None:
         found, bound = mean(*args)
         return found * (1 + torch.finfo(found.dtype).eps), bound
 
-    found = pytest.raises(RuntimeError, match=r"tritonddp, rank 0, after action")
+    found = pytest.raises(AssertionError, match=r"tritonddp, rank 0, after action")
     with patch.object(oracle, "_mean", wrong), found:
         soak.play_and_judge(exact)
 
@@ -57,19 +57,13 @@ def test_growth_is_found() -> None:
     """Memory that grows by more than a hundredth, any more files, many more objects."""
 
     def grown(memory: float = 0.0, files: float = 0.0, objects: float = 0.0) -> list[str]:
-        footprints = [
+        taken = [
             Footprint(
-                *(step, int(1e8 * (1 + memory * step / 10_000)), int(8 + files * step)),
-                *(4, 100, int(1000 + objects * step)),
+                step, 10**8 + int(memory * step), int(files * step), 4, 9, int(objects * step)
             )
             for step in range(0, 10_001, 100)
         ]
-        return list(complaints(footprints, 10_000))
+        return [each.split()[0] for each in complaints(taken, 10_000)]
 
-    assert grown(memory=0.019, objects=0.01) == []
-    (found,) = grown(memory=0.03)
-    assert "memory grew by 1.4" in found
-    (found,) = grown(files=1)
-    assert "the number of files changed: 2508 after step 2500" in found
-    (found,) = grown(objects=1)
-    assert "more objects after step 10000 than after 2500" in found
+    assert grown(memory=190, objects=0.1) == []
+    assert grown(memory=300, files=1, objects=1) == ["memory", "files", "objects"]

@@ -1,4 +1,4 @@
-"""Wrappers with a fault, which programs must find."""
+"""Classes that play programs: tritonddp, stock DDP, and wrappers with a planted fault."""
 
 import contextlib
 from typing import Any
@@ -35,4 +35,7 @@ class MadeInTheFirstForward(Stock):
         return super().forward(*args, **kwargs) * self._kept
 
 
-FAULTS = {cls.__name__: cls for cls in (IgnoredNoSync, BuffersOfVersions, MadeInTheFirstForward)}
+OURS = "tritonddp"
+# A difference of "stock" in a hostile or short program is a fault of the generator.
+WRAPPERS: dict[str, Any] = {OURS: DistributedDataParallel, "stock": Stock}
+WRAPPERS |= {cls.__name__: cls for cls in (IgnoredNoSync, BuffersOfVersions, MadeInTheFirstForward)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,23 +12,21 @@ from differential.program import Action
 if TYPE_CHECKING:
     from differential.player import Player
 
-# What a probe runs, and what is done with its gradients.
 WAYS = ("the module", "a submodule", "the parameters", "functional_call")
-# "left": added to the gradients of the next backward that is reduced.
+# What is done with the gradients. "left": added to the gradients of the next reduced backward.
 ENDS = ("dropped", "left", "put aside")
 
 
 def _loss(player: Player, way: str) -> Tensor:
     network = player.network
     if way == "the parameters":
-        return network.penalty() * 0.1
-    params = dict(network.named_parameters())
-    forwards: dict[str, Callable[[Tensor], Tensor]] = {
-        "the module": network,
-        "a submodule": network.blocks["b0"],
-        "functional_call": lambda x: torch.func.functional_call(network, params, (x,)),
-    }
-    return forwards[way](player.batch()).pow(2).mean()
+        squares = [param.pow(2).sum() for param in network.parameters()]
+        return torch.stack(squares).sum() * 0.1
+    if way == "functional_call":
+        params = dict(network.named_parameters())
+        return torch.func.functional_call(network, params, (player.batch(),)).pow(2).mean()
+    module = network if way == "the module" else network.blocks["b0"]
+    return module(player.batch()).pow(2).mean()
 
 
 class Probe(Action):
@@ -37,13 +34,13 @@ class Probe(Action):
 
     counts: tuple[int, ...]  # of backwards, for each rank
     way: str = "the module"
-    end: str = "dropped"
+    end: str = "dropped"  # or "reduced": a forward has armed the reduction, and lost its output
     evaluates: bool = False  # whether the network is in evaluation mode
 
     def perform(self, player: Player) -> None:
         network, count = player.network, self.counts[player.rank]
         aside = [param.grad for param in player.params]
-        if self.end != "left" and count:
+        if self.end in ("dropped", "put aside") and count:
             player.optimizer.zero_grad()
         network.train(not self.evaluates)
         for _ in range(count):
@@ -53,7 +50,7 @@ class Probe(Action):
         if self.end == "put aside":
             for param, gradient in zip(player.params, aside, strict=True):
                 param.grad = gradient
-        elif self.end != "left" and count:
+        elif self.end == "dropped" and count:
             player.optimizer.zero_grad()
 
 
@@ -93,13 +90,3 @@ class Saliency(Action):
             player.see(f"gradient of batch {number}", x.grad)
         for param in params:
             param.requires_grad_()
-
-
-class BackwardOfTheArmed(Action):
-    """A backward of all ranks through the module, after a forward that has armed the reduction."""
-
-    way: str = "the module"
-
-    def perform(self, player: Player) -> None:
-        _loss(player, self.way).backward()
-        player.see_gradients()

@@ -51,12 +51,9 @@ class Forward(Action):
         x = player.batch(self.rows[player.rank])
         x.requires_grad_(self.requires_grad and self.grad)
         net.train(self.training)
-        with contextlib.ExitStack() as stack:
-            if self.local:
-                stack.enter_context(net.no_sync())
-            if self.autocast:
-                stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
-            stack.enter_context(torch.set_grad_enabled(self.grad))
+        sync = net.no_sync() if self.local else contextlib.nullcontext()
+        low = torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast)
+        with sync, low, torch.set_grad_enabled(self.grad):
             output = net(x) if self.paths is None else net(x, self.paths[player.rank])
             results = player.network.results(output)
         if self.grad:
@@ -181,7 +178,9 @@ class Step(Action):
 
     def perform(self, player: Player) -> None:
         _resolve_conjugates(player)
-        player.add_group()
+        if player.added:
+            player.optimizer.add_param_group({"params": player.added})
+            player.added = []
         player.optimizer.step()
         player.see_model()
 

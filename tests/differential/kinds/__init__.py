@@ -1,25 +1,19 @@
 """The kinds of programs: each is a module that draws a program for each seed.
 
-usual     what stock DDP defines, and what tritonddp supports in addition
-sharded   the same with a sharded optimizer
-hostile   programs that are correct under stock DDP and difficult for a wrapper
-named     the programs of :mod:`differential.named`, in variants
-
-To add an action to a kind, draw it in its module. A new action is a class in
-:mod:`differential.actions`. For usual and sharded programs :mod:`differential.oracle` computes what
-all ranks must see.
+To add an action to a kind, write a class in :mod:`differential.actions`, and draw it in the module
+of the kind. For usual and sharded programs :mod:`differential.oracle` computes what all ranks must
+see.
 """
 
 from collections.abc import Callable
 
-from differential.kinds import hostile, named, sharded, usual
+from differential.kinds import hostile, sharded, usual
 from differential.program import Program
 
 KINDS: dict[str, Callable[..., Program]] = {
-    "usual": usual.draw,
-    "sharded": sharded.draw,
-    "hostile": hostile.draw,
-    "named": named.draw,
+    "usual": usual.draw,  # what stock DDP defines, and what tritonddp supports in addition
+    "sharded": sharded.draw,  # the same with a sharded optimizer
+    "hostile": hostile.draw,  # correct under stock DDP, and difficult for a wrapper
 }
 
 

@@ -2,9 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from typing import TypeVar
-
-_T = TypeVar("_T")
+from typing import Any
 
 
 class Chance:
@@ -12,20 +10,17 @@ class Chance:
 
     def __init__(self, seed: int, world_size: int, *more: object) -> None:
         self._seed, self._world_size = seed, world_size
+        self._ranks = range(world_size)
         self._random = random.Random(" ".join(map(str, (seed, world_size, *more))))
 
     def _chance(self, probability: float) -> bool:
         return self._random.random() < probability
 
-    def _maybe(self, probability: float, value: _T) -> _T | None:
+    def _maybe(self, probability: float, value: Any) -> Any:
         return value if self._chance(probability) else None
 
-    def _one_of(self, values: Sequence[_T]) -> _T:
+    def _one_of(self, values: Sequence[Any]) -> Any:
         return self._random.choice(values)
-
-    @property
-    def _ranks(self) -> range:
-        return range(self._world_size)
 
     def _some_ranks(self, may_be_none: bool = False) -> tuple[int, ...]:
         """One, some or all ranks."""

@@ -5,12 +5,13 @@ Stock DDP is the judge: each rank must see the same, bit by bit on two ranks.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
-from differential.actions import buffers, gradients, probes, training
+from differential.actions import probes, tensors, training
 from differential.actions.training import Backward, Forward, Step, ZeroGrad
 from differential.kinds.chance import Chance
-from differential.networks import AFTER_BRANCHES, BUFFERS, UNSEEN, WAYS
-from differential.program import Action, NetworkSpec, Options, Program
+from differential.networks import AFTER_BRANCHES, BUFFERS
+from differential.program import Action, NetworkSpec, Program, given
 
 ROOTS = ("backwards", "buffers", "gradients", "wrappers", "critic", "collectives")
 # Roots whose actions some ranks perform alone, or in another order.
@@ -79,7 +80,7 @@ class _Generator(Chance):
         kinds = self._random.sample(list(BUFFERS), self._random.randint(1, 4))
         return NetworkSpec(tuple(blocks), buffers=tuple(kinds))
 
-    def _draw_options(self) -> Options:
+    def _draw_options(self) -> dict[str, Any]:
         finds = self._maybe(0.4, False)
         cap = self._maybe(0.5, self._one_of([1e-4, 1e-3, 0.02]))
         if self._collects:
@@ -89,7 +90,7 @@ class _Generator(Chance):
             if cap is not None:
                 cap = 3 * 8 * 9 * (4 if self._world_size == 2 else 8) / 2**20
         keeps = self._network.has_buffers and self._chance(0.08)
-        return Options(
+        return given(
             bucket_cap_mb=cap,
             find_unused_parameters=finds,
             gradient_as_bucket_view=True if self._views else None,
@@ -100,11 +101,11 @@ class _Generator(Chance):
         if "gradients" not in self._roots:
             return ()
         # A hook that drops the gradient leaves none to other hooks.
-        drops = [each for each in gradients.HOOKS if each.startswith("drops")]
+        drops = [each for each in tensors.HOOKS if each.startswith("drops")]
         if self._chance(0.2):
             drawn = [self._one_of(drops)]
         else:
-            others = [each for each in gradients.HOOKS if each not in drops]
+            others = [each for each in tensors.HOOKS if each not in drops]
             drawn = self._random.sample(others, self._random.randint(1, 3))
         return tuple(("", hook, self._chance(0.5)) for hook in drawn)
 
@@ -134,7 +135,7 @@ class _Generator(Chance):
                 ways.append("the parameters")
             yield self._forward(title)
             yield training.Drop()
-            yield probes.BackwardOfTheArmed(self._one_of(ways))
+            yield probes.Probe((1,) * self._world_size, self._one_of(ways), "reduced")
             return
         if self._chance(0.1):
             yield self._forward(title)
@@ -203,28 +204,32 @@ class _Generator(Chance):
         if moment == "between":
             # The backward of BatchNorm needs its buffers.
             has_norm = self._network.has_norm
-            return [self._draw_write(UNSEEN if has_norm else WAYS, len(self._network.buffers))]
+            return [
+                self._draw_write(
+                    tensors.UNSEEN if has_norm else tensors.WAYS, len(self._network.buffers)
+                )
+            ]
         kind = self._random.randrange(4)  # a write, an evaluation, or both
         writes = [self._draw_write()] if kind else []
         return writes + (self._evaluate("main") if kind < 2 else [])
 
-    def _draw_write(self, ways: tuple[str, ...] = WAYS, count: int = 20) -> Action:
+    def _draw_write(self, ways: tuple[str, ...] = tensors.WAYS, count: int = 20) -> Action:
         which = tuple(self._random.randrange(count) for _ in range(self._random.randint(1, 2)))
-        return buffers.Write(self._some_ranks(), self._one_of(ways), which)
+        return tensors.Write(self._some_ranks(), self._one_of(ways), which)
 
     def _draw_gradients(self, moment: str) -> list[Action]:
         if moment == "before" and self._is_kept and self._chance(0.7):
-            return [gradients.ChangeKept(frees=self._chance(0.5))]
+            return [tensors.ChangeKept(frees=self._chance(0.5))]
         if moment != "after":
             return []
-        actions: list[Action] = [gradients.LookAtMemory()]
+        actions: list[Action] = [tensors.LookAtMemory()]
         if self._chance(0.3):
             self._is_kept = True
-            actions.append(gradients.KeepGradients())
+            actions.append(tensors.KeepGradients())
         elif self._chance(0.4):
             ways = ["replaced", "given other data", "scaled in place", "freed"]
             ranks = self._some_ranks() if self._chance(0.3) else tuple(self._ranks)
-            actions.append(gradients.ChangeGradients(self._one_of(ways), ranks))
+            actions.append(tensors.ChangeGradients(self._one_of(ways), ranks))
         return actions
 
     def _draw_wrappers(self, moment: str) -> list[Action]:

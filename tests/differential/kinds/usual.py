@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from differential.actions import training
-from differential.actions.gradients import POST_ACCUMULATE, TENSOR
 from differential.actions.probes import InputGradient
+from differential.actions.tensors import POST_ACCUMULATE, TENSOR
 from differential.actions.training import Backward, Forward, ReduceGradients, Step, ZeroGrad
 from differential.kinds.chance import Chance
 from differential.networks import BLOCKS, OUTPUTS
-from differential.program import Action, NetworkSpec, Options, Program
+from differential.player import OPTIMIZERS
+from differential.program import Action, NetworkSpec, Program, given
 
 CONVERSIONS = ["data", "overwrite"]
 NOT_FP32 = {"linear in fp64", "linear in bf16", "buffered", "complex"}
@@ -38,7 +40,8 @@ class _Generator(Chance):
         self._is_armed = False  # has a forward run outside no_sync since the last reduction?
         self._for_stock = for_stock = self._chance(0.6) and not steps
         self._options = options = self._draw_options()
-        self._is_strict = options.find_unused_parameters is False and not options.static_graph
+        is_static = options.get("static_graph", False)
+        self._is_strict = options.get("find_unused_parameters") is False and not is_static
         self._network = self._draw_network()
         blocks, frozen = self._network.blocks, self._network.frozen
         self._reentrant = self._network.checkpoint == "reentrant"
@@ -59,9 +62,10 @@ class _Generator(Chance):
         self._delays = not fixed and self._chance(0.15)
         fixed = self._communication_hook or self._delays or self._is_strict
         # In join() stock gives unused parameters a gradient of zeros, and never a sparse one.
-        fixed = fixed or (for_stock and (self._skips or self._is_sparse)) or options.static_graph
+        fixed = fixed or (for_stock and (self._skips or self._is_sparse)) or is_static
         self._joins = not fixed and self._chance(0.15)
         self._hooks = self._draw_hooks()
+        self._hooked = {block for block, _, _ in self._hooks} | ({"b0"} if self._delays else set())
         self._trains = {name: name not in frozen for name in self._network.names}
         self._kinds = dict(zip(self._network.names, blocks, strict=True))
         self._adds = False  # whether this step has added parameters
@@ -74,9 +78,8 @@ class _Generator(Chance):
             ends.append(len(actions))
         counts = [self._one_of(ends) for _ in range(self._world_size)]
         counts[self._random.randrange(self._world_size)] = ends[-1]
-        optimizers = ["SGD", "SGD with momentum", "Adam", "AdamW without foreach"]
-        if self._is_sparse:
-            del optimizers[1:]  # the others take no sparse gradients
+        # The other optimizers take no sparse gradients.
+        optimizers = ["SGD"] if self._is_sparse else [*OPTIMIZERS]
         thresholds = self._one_of([1, 20, 200]), self._one_of([1, 50, 1_048_576])
         return Program(
             "usual",
@@ -108,16 +111,16 @@ class _Generator(Chance):
             blocks[:2] = ["linear", "linear"]
         frozen = (f"b{len(blocks) - 1}",) if self._chance(0.2) and len(blocks) > 2 else ()
         checkpoint = self._one_of([""] * 7 + ["not reentrant"] * 2 + ["reentrant"])
-        if self._for_stock and (tied or self._options.find_unused_parameters):
+        if self._for_stock and (tied or self._options.get("find_unused_parameters")):
             checkpoint = "" if checkpoint == "reentrant" else checkpoint
         output = self._one_of(list(OUTPUTS))
         return NetworkSpec(tuple(blocks), frozen, output, checkpoint, tied)
 
-    def _draw_options(self) -> Options:
+    def _draw_options(self) -> dict[str, Any]:
         find = self._one_of([None, None, None, True, True, False])
         caps = self._one_of([None, None, 1e-5, 4e-4, 1e-3, 2e-3, 1.0, (3e-4, 2e-3)])
         several = isinstance(caps, tuple)
-        return Options(
+        return given(
             bucket_cap_mb=None if several else caps,
             bucket_cap_mb_list=caps if several else None,
             find_unused_parameters=find,
@@ -133,14 +136,15 @@ class _Generator(Chance):
             lazy_bucket_allocation=self._maybe(0.3, True),
         )
 
-    def _stock_options(self) -> Options:
-        """Options of stock, which needs to know whether parameters may be unused."""
-        finds = self._options.find_unused_parameters
-        if finds is None:
-            finds = self._skips
-        return replace(
-            self._options, find_unused_parameters=finds, metrics=None, lazy_bucket_allocation=None
-        )
+    @property
+    def _stock_finds(self) -> bool:
+        """Whether stock searches the graph: it must, if parameters may be unused."""
+        return self._options.get("find_unused_parameters", self._skips)
+
+    def _stock_options(self) -> dict[str, Any]:
+        ours = ("metrics", "lazy_bucket_allocation")
+        options = {name: value for name, value in self._options.items() if name not in ours}
+        return {**options, "find_unused_parameters": self._stock_finds}
 
     def _draw_hooks(self) -> tuple[tuple[str, str, bool], ...]:
         names = [name for name in self._network.names if name not in self._network.frozen]
@@ -177,9 +181,7 @@ class _Generator(Chance):
 
     def _draw_change(self, number: int) -> list[Action]:
         """A block is frozen, unfrozen or replaced."""
-        left_out = {block for block, _, _ in self._hooks} | ({"b0"} if self._delays else set())
-        if self._network.tied:
-            left_out |= {*self._network.names[:2]}
+        left_out = {*self._hooked, *(self._network.names[:2] if self._network.tied else ())}
         names = [name for name in self._network.names if name not in left_out]
         fixed = self._joins or self._is_strict or self._reentrant
         if fixed or not names or number == 0 or not self._chance(0.4):
@@ -189,8 +191,8 @@ class _Generator(Chance):
             if self._is_sparse:
                 return []
             # For stock a parameter that is frozen later is an unused one.
-            finds = self._stock_options().find_unused_parameters
-            return self._freeze_or_not(block) if finds and block not in self._network.frozen else []
+            changes = self._stock_finds and block not in self._network.frozen
+            return self._freeze_or_not(block) if changes else []
         if self._communication_hook or self._chance(0.5):
             return self._freeze_or_not(block)
         ruled_out = {"complex"} if self._is_sparse else {"complex", "sparse embedding"}
@@ -203,11 +205,10 @@ class _Generator(Chance):
 
     def _draw_conversion(self) -> list[Action]:
         """Parameters are converted and back: stock raises, or continues with the old ones."""
-        hooked = {block for block, _, _ in self._hooks} | ({"b0"} if self._delays else set())
         fp32 = [
             block
             for block, kind in self._kinds.items()
-            if kind not in NOT_FP32 and block not in hooked and self._trains[block]
+            if kind not in NOT_FP32 and block not in self._hooked and self._trains[block]
         ]
         if self._for_stock or self._joins or self._network.tied or not fp32:
             return []
@@ -279,8 +280,8 @@ class _Generator(Chance):
             return kinds[0]
         if self._for_stock:
             # Stock counts each parameter once in a backward only if it does not search the graph.
-            if not self._stock_options().find_unused_parameters:
-                kinds += [] if self._reentrant else ["one backward of two"]
+            if not (self._stock_finds or self._reentrant):
+                kinds.append("one backward of two")
             return self._one_of(kinds)
         kinds.append("one backward of two")
         if not self._adds:

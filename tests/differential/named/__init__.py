@@ -9,8 +9,8 @@ draws its data from torch's generator, and uses nothing else that differs betwee
     def last_branch_is_unused(net, rank, step):
         net(batch(), "abcde").sum().backward()
 
-:mod:`differential.kinds.named` plays each in all variants, and ``README.md`` in this folder lists
-them with their outcome under stock DDP.
+``test_named.py`` plays each in all variants, and ``README.md`` in this folder lists all programs
+with their outcomes under stock DDP.
 """
 
 from differential.named import (  # noqa: F401  each adds its programs to the table

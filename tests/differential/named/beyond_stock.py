@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.func import jacfwd, jacrev, jvp
 from torch.utils.checkpoint import checkpoint
 
-from differential.named.models import OfBatches, batch
+from differential.named.models import Normalized, OfBatches, batch
 from differential.named.table import RIGHT, TRANSFORM, TWICE, WRONG, program
 
 
@@ -56,16 +56,11 @@ class OfImages(OfBatches):
         return self.layers(images.to(memory_format=torch.channels_last))
 
 
-class Normalized(OfBatches):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+def normalized() -> nn.Module:
+    return Normalized().eval()
 
 
-@program(TRANSFORM, TRANSFORM, model=Normalized)
+@program(TRANSFORM, TRANSFORM, model=normalized)
 def jacobians(net: Net, rank: int, step: int) -> None:
     x = batch(False)
     both = jacfwd(net)(x).sum() + jacrev(net)(x).sum()
@@ -82,7 +77,7 @@ def penalty_on_a_checkpointed_layer(net: Net, rank: int, step: int) -> None:
     net(batch()).backward()
 
 
-@program(WRONG, WRONG, model=Normalized)
+@program(WRONG, WRONG, model=normalized)
 def converted_to_half_and_back(net: Net, rank: int, step: int) -> None:
     net.half()
     net.double()

@@ -1,8 +1,4 @@
-"""The table of named programs.
-
-Each program names its outcome under stock DDP, as in ``README.md`` of this folder, and
-``test_named.py`` checks it.
-"""
+"""The table of named programs, with their outcomes under stock DDP."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ import torch
 from torch import nn
 
 from differential.named.models import Branches
-from differential.program import Options
 
 RIGHT = "right"
 WRONG = "wrong"
@@ -44,16 +39,16 @@ class Named:
     """One row of the table.
 
     Attributes:
-        stock: the outcome under stock DDP without ``find_unused_parameters=True``, and with it.
-        models: make the modules, each of which is wrapped. ``step`` receives the wrapper, or the
+        step: one training step, without the optimizer. Its first argument is the wrapper, or the
             list of wrappers if there are several.
+        stock: the outcome under stock DDP without ``find_unused_parameters=True``, and with it.
     """
 
-    step: Step  # one training step, without the optimizer
+    step: Step
     stock: tuple[str, str]
-    models: tuple[Callable[[], nn.Module], ...]
-    reductions: tuple[int, ...]  # how often a step reduces each of them
-    options: Options  # of the wrapper
+    models: tuple[Callable[[], nn.Module], ...]  # make the modules, each of which is wrapped
+    reductions: tuple[int, ...]  # how often a step reduces each module
+    options: dict[str, Any]  # of the wrapper
     weighted: str  # the reduction of the losses of weighted backwards, or ""
 
     def make(self) -> list[nn.Module]:
@@ -84,10 +79,8 @@ def program(
     counts = reductions if isinstance(reductions, tuple) else (reductions,) * len(models)
 
     def decorate(step: Step) -> Step:
-        title = step.__name__
-        assert title not in PROGRAMS, f"two programs are called {title}"
         stock = without_flag, with_flag
-        PROGRAMS[title] = Named(step, stock, models, counts, Options(**options), weighted)
+        PROGRAMS[step.__name__] = Named(step, stock, models, counts, options, weighted)
         return step
 
     return decorate

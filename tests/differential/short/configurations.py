@@ -1,6 +1,5 @@
 """What is wrapped, and how: a configuration is named by its parts, ``hidden+views``."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.utils.checkpoint import checkpoint
 
 import tritonddp
-from differential.in_ranks import OURS, WRAPPERS
+from differential.wrappers import OURS, WRAPPERS
 
 WIDTH = 4
 STOCK = "stock"  # the key of stock DDP in WRAPPERS
@@ -42,9 +41,8 @@ class Bare(nn.Module):
         """``c``, or the layer in the module that replaced it."""
         return next(each for each in self.c.modules() if isinstance(each, nn.Linear))
 
-    def loss_input(self, output: Any) -> Callable[[], Tensor]:
-        """Return a function that gives the tensor of the loss, when the program asks for it."""
-        return lambda: output
+    def rename(self) -> None:
+        self.c = nn.Sequential(self.c)
 
 
 class Norm(Bare):
@@ -62,10 +60,8 @@ class Hidden(Bare):
     """The output hides its tensor, and the first gradient is ready inside an inner backward."""
 
     def forward(self, x: Tensor, skips: bool = False) -> Any:
-        return SimpleNamespace(t=checkpoint(self.c, self.features(x, skips), use_reentrant=True))
-
-    def loss_input(self, output: Any) -> Callable[[], Tensor]:
-        return lambda: output.t
+        output = checkpoint(self.c, self.features(x, skips), use_reentrant=True)
+        return SimpleNamespace(hidden=output)
 
 
 class Expert(Bare):
@@ -96,7 +92,7 @@ class Cache(Bare):
 NETS: dict[str, type[Bare]] = {
     cls.__name__.lower(): cls for cls in (Norm, Bare, Hidden, Expert, Cache)
 }
-# The other parts of a configuration: options of both sides, and of tritonddp.
+# The other parts of a configuration: options.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "warm": {},  # two usual steps before each program: buckets are rebuilt, and ranks share memory
@@ -105,38 +101,30 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "small": {"bucket_cap_mb": 1e-5},
     "static": {"static_graph": True},
     "nobuf": {"broadcast_buffers": False},
+    "group": {"transport": "process_group"},  # of tritonddp
 }
-OF_OURS: dict[str, dict[str, Any]] = {"group": {"transport": "process_group"}}
 ALLREDUCE = "allreduce"  # the communication hook of torch
 IN_PLACE = "replicate"
-PARTS = {*NETS, *OPTIONS, *OF_OURS, ALLREDUCE, IN_PLACE}
+PARTS = {*NETS, *OPTIONS, ALLREDUCE, IN_PLACE}
 
 
 class Configuration:
-    """What is wrapped, and how.
-
-    Args:
-        name: its parts, joined by ``+``.
-
-    Attributes:
-        head: the events before each word.
-    """
+    """What is wrapped, and how."""
 
     def __init__(self, name: str) -> None:
         self.name, self.parts = name, frozenset(name.split("+"))
         if unknown := self.parts - PARTS:
             raise ValueError(f"unknown parts of a configuration: {sorted(unknown)}")
         self.net = next((part for part in NETS if part in self.parts), "norm")
-        self.head = "FBSFBSZ" if "warm" in self.parts else ""
+        self.head = "FBSFBSZ" if "warm" in self.parts else ""  # the events before each word
         self.is_in_place = IN_PLACE in self.parts
         self.broadcasts = self.net == "norm" and "nobuf" not in self.parts
 
     def wrap(self, wrapper: str, net: Bare) -> Any:
         """Wrap the network with a class of ``WRAPPERS``."""
         options: dict[str, Any] = {}
-        for part, given in (OPTIONS | (OF_OURS if wrapper == OURS else {})).items():
-            if part in self.parts:
-                options |= given
+        for part in self.parts & OPTIONS.keys() - ({"group"} if wrapper != OURS else set()):
+            options |= OPTIONS[part]
         Stock._set_params_and_buffers_to_ignore_for_model(net, [*net.ignored])
         if wrapper == OURS and self.is_in_place:
             ddp: Any = tritonddp.replicate(net, **options)

@@ -8,16 +8,17 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from differential.short.configurations import NETS, WIDTH, Bare, Configuration
 
 # Seconds: longer than a backward takes here, and long after it.
 SOON, LATE = 0.01, 0.04
 
-# Parameters, gradients and buffers by name: the bytes of their values in fp64.
-State = dict[str, bytes]
+# Parameters, gradients and buffers by name, in fp64.
+State = dict[str, np.ndarray]
 
 
 class Planted(ArithmeticError):
@@ -37,8 +38,8 @@ class Rank:
         self.net: Bare = NETS[configuration.net](rank).to(self.dtype)
         self.ddp = configuration.wrap(wrapper, self.net)
         self.optimizer = torch.optim.SGD(self.net.parameters(), 0.1, momentum=0.9)
-        self.kept: list[Callable[[], Tensor]] = []
-        self.fails_first = False
+        self.kept: list[Any] = []  # outputs
+        self.before: list[Callable[[], None]] = []  # hooks of the output of the next backward
         self.meanwhile: list[Callable[[], None]] = []  # called after the next backward
         torch.manual_seed(1000 + rank)
 
@@ -50,24 +51,18 @@ class Rank:
             if param.grad is not None:
                 found[f"{name}.grad"] = param.grad
         found.update(self.net.named_buffers())
-        return {name: each.detach().double().numpy().tobytes() for name, each in found.items()}
+        return {name: each.detach().double().numpy().copy() for name, each in found.items()}
 
     def batch(self, **options: Any) -> Tensor:
         return torch.randn(5, WIDTH, dtype=self.dtype, **options)
 
-    def weight(self, layer: str) -> Tensor:
-        """The first parameter of a layer."""
-        return next(getattr(self.net, layer).parameters())
-
     def forward(self, requires_grad: bool = False, **options: Any) -> None:
-        output = self.ddp(self.batch(requires_grad=requires_grad), **options)
-        self.kept.append(self.net.loss_input(output))
+        self.kept.append(self.ddp(self.batch(requires_grad=requires_grad), **options))
 
-    def backward(self, *outputs: Callable[[], Tensor], **options: Any) -> None:
-        tensors = [output() for output in outputs]
-        if self.fails_first:
-            self.fails_first = False
-            _once(tensors[0], _fail)
+    def backward(self, *outputs: Any, **options: Any) -> None:
+        tensors = [getattr(output, "hidden", output) for output in outputs]
+        while self.before:
+            _once(tensors[0], self.before.pop())
         # The hook of an output runs before the hooks of parameters: the product is another node.
         loss = (torch.cat(tensors) * 1).square().sum()
         with contextlib.suppress(Planted):
@@ -83,13 +78,8 @@ class Rank:
         self.backward(*outputs)
 
     def grad_of_newest(self) -> None:
-        torch.autograd.grad(self.kept[-1]().sum(), self.net.a.weight, retain_graph=True)
-
-    def step_of_module(self) -> None:
-        self.backward(self.net.loss_input(self.net(self.batch())))
-
-    def fail_in_next_backward(self) -> None:
-        self.fails_first = True
+        output = getattr(self.kept[-1], "hidden", self.kept[-1])
+        torch.autograd.grad(output.sum(), self.net.a.weight, retain_graph=True)
 
     def freeze_own_choice(self) -> None:
         (self.net.b if self.rank % 2 else self.net.last_layer).requires_grad_(False)
@@ -104,15 +94,12 @@ class Rank:
             self.ddp(torch.ones(3, WIDTH, dtype=self.dtype))
         self.net.train()
 
-    def load(self) -> None:
-        state = self.ddp.state_dict()
-        self.ddp.load_state_dict({name: each.clone() for name, each in state.items()})
-
     def assign_data(self) -> None:
         self.net.b.weight.data = self.net.b.weight.data.clone()
 
-    def rename(self) -> None:
-        self.net.c = nn.Sequential(self.net.c)
+    def load(self) -> None:
+        state = self.ddp.state_dict()
+        self.ddp.load_state_dict({name: each.clone() for name, each in state.items()})
 
 
 # Evaluations during a backward
@@ -127,7 +114,8 @@ def _once(tensor: Tensor, do: Callable[[], None]) -> None:
 
 
 def _in_hook_of(layer: str, do: Callable[[Rank], None]) -> Callable[[Rank], None]:
-    return lambda rank: _once(rank.weight(layer), lambda: do(rank))
+    """Call ``do`` in the next backward, in a hook of the first parameter of the layer."""
+    return lambda rank: _once(next(getattr(rank.net, layer).parameters()), lambda: do(rank))
 
 
 def _fail(rank: Any = None) -> None:
@@ -182,7 +170,10 @@ EVENTS: dict[str, Event] = {
     "C": Event("backward of all together", Rank.backward_of_all),
     "G": Event("autograd.grad of the newest, with retain_graph", Rank.grad_of_newest),
     "L": Event("drop the oldest", lambda rank: rank.kept.pop(0)),
-    "M": Event("forward and backward of the module itself", Rank.step_of_module),
+    "M": Event(
+        "forward and backward of the module itself",
+        lambda rank: rank.backward(rank.net(rank.batch())),
+    ),
     # Evaluations
     "e": Event("evaluate: forward under no_grad, in eval()", Rank.evaluate),
     "I": Event("evaluate under inference_mode", torch.inference_mode()(Rank.evaluate)),
@@ -194,7 +185,9 @@ EVENTS: dict[str, Event] = {
     "o": Event("rank 0 alone evaluates in a hook", _in_hook_of("b", _evaluate_on_rank_0)),
     "w": Event("rank 0 alone evaluates on a thread, and waits", _while_others_are_late),
     # Failures, which the program catches
-    "X": Event("raise in the next backward, before any gradient", Rank.fail_in_next_backward),
+    "X": Event(
+        "raise in the next backward, before any gradient", lambda rank: rank.before.append(_fail)
+    ),
     "x": Event("raise in the next backward, after the first gradients", _in_hook_of("a", _fail)),
     # Gradients, parameters and modules
     "Z": Event("zero_grad()", lambda rank: rank.optimizer.zero_grad()),
@@ -205,5 +198,5 @@ EVENTS: dict[str, Event] = {
     "U": Event("unfreeze all", lambda rank: rank.net.requires_grad_(True)),
     "D": Event("load the state_dict", Rank.load),
     "A": Event("assign .data", Rank.assign_data),
-    "r": Event("put the last layer into a Sequential", Rank.rename),
+    "r": Event("put the last layer into a Sequential", lambda rank: rank.net.rename()),
 }

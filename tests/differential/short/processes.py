@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo  # optimizers import it, which takes each new process seconds
 import torch.distributed as dist
 
 from differential.short.configurations import STOCK, Configuration
@@ -58,12 +59,7 @@ class Answer(NamedTuple):
 
 
 class Side:
-    """The ranks of one side.
-
-    Args:
-        wrapper: the key of ``WRAPPERS`` that they play.
-        world_size: number of ranks.
-    """
+    """The ranks that play a class of ``WRAPPERS``."""
 
     def __init__(self, wrapper: str, world_size: int) -> None:
         self.wrapper, self.world_size = wrapper, world_size

@@ -6,14 +6,19 @@ import argparse
 import os
 import time
 from collections import Counter
-from enum import Enum
+from collections.abc import Iterable
 
 import numpy as np
 
 from differential.short.configurations import STOCK, Configuration
 from differential.short.events import EVENTS, State
 from differential.short.processes import TIMEOUT, Answer, Side
-from differential.short.words import all_words, documented, is_sensible, sample
+from differential.short.words import all_words, documented, sample
+
+# Of three ranks, which compute in fp64: sums are rounded differently from the ring of stock.
+TOLERANCE = 1e-10
+# Verdicts that are no fault: "stock error", in which tritonddp may raise too, "same", "documented".
+FAULTS = ("differs", "error", "hang")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,14 +37,11 @@ def main(arguments: argparse.Namespace) -> int:
     finally:
         for side in sides:
             side.kill()
-    return int(any(verdict.is_fault for count in counts for verdict in count))
+    return int(any(count[verdict] for count in counts for verdict in FAULTS))
 
 
-def _play(arguments: argparse.Namespace, name: str, sides: list[Side]) -> Counter[Verdict]:
-    configuration = Configuration(name)
-    count: Counter[Verdict] = Counter()
-    rows: Counter[str] = Counter()
-    start = time.monotonic()
+def _play(arguments: argparse.Namespace, name: str, sides: list[Side]) -> Counter[str]:
+    configuration, count, start = Configuration(name), Counter[str](), time.monotonic()
     for word in _words(arguments, configuration):
         if arguments.seconds is not None and time.monotonic() - start > arguments.seconds:
             break
@@ -47,71 +49,40 @@ def _play(arguments: argparse.Namespace, name: str, sides: list[Side]) -> Counte
             side.start(name, word)
         # tritonddp first: its seconds are judged, and stock may hang.
         ours, stock = (side.answer() for side in sides)
-        verdict, where, row = judge(configuration, word, stock, ours)
+        verdict, where = judge(configuration, word, stock, ours)
         count[verdict] += 1
-        rows[row] += 1
-        if verdict.is_fault or arguments.only:
+        if verdict in FAULTS or arguments.only:
             command = "python tests/differential/run.py --kind short"
             command += f" --config {name} --world {arguments.world} --only {word}"
             command += f" --wrapper {arguments.wrapper}"
-            shown = " ".join(where.split())[:250]
-            print(f"{verdict.value} {word} {shown} | {command}", flush=True)
-    played = sum(count.values())
-    rate = f"{played / (time.monotonic() - start):.0f} a second"
-    counts = ", ".join(f"{each.value} {count[each]}" for each in Verdict)
-    print(f"{name}, {arguments.world} ranks: played {played} ({rate}): {counts}")
-    for row in filter(None, rows):
-        print(f"    documented {rows[row]}: {row}")
+            print(f"{verdict} {word} {' '.join(where.split())[:250]} | {command}", flush=True)
+    rate = f"{count.total() / (time.monotonic() - start):.0f} a second"
+    print(f"{name}, {arguments.world} ranks, {rate}: {dict(count)}")
     return count
 
 
-def _words(arguments: argparse.Namespace, configuration: Configuration) -> list[str]:
+def _words(arguments: argparse.Namespace, configuration: Configuration) -> Iterable[str]:
     if arguments.only:
-        words = arguments.only.split(",")
-        for word in words:
-            if not is_sensible(word, configuration):
-                print(f"{word}: would not be played, since an event does nothing")
-        return words
+        return arguments.only.split(",")
     if arguments.sample:
-        seed = arguments.seed or 0
-        return sample(arguments.length, configuration, arguments.sample, seed)
-    return list(all_words(arguments.length, configuration))
+        return sample(arguments.length, configuration, arguments.sample, arguments.seed or 0)
+    return all_words(arguments.length, configuration)
 
 
-# Of three ranks, which compute in fp64: sums are rounded differently from the ring of stock.
-TOLERANCE = 1e-10
-
-
-class Verdict(Enum):
-    SAME = "same"
-    DOCUMENTED = "documented"
-    STOCK_ERROR = "stock_error"  # stock DDP raises an error, and tritonddp may
-    DIFFERS = "differs"
-    OURS_ERROR = "ours_error"
-    HANG = "hang"  # tritonddp has waited until the timeout
-
-    @property
-    def is_fault(self) -> bool:
-        return self in (Verdict.DIFFERS, Verdict.OURS_ERROR, Verdict.HANG)
-
-
-def judge(
-    configuration: Configuration, word: str, stock: Answer, ours: Answer
-) -> tuple[Verdict, str, str]:
-    """The verdict, the event and the difference, and the row of the page that allows it."""
-    has_waited = ours.seconds > 0.9 * TIMEOUT
-    if stock.error:
-        where = f"ours: {ours.error[:120] or 'fine'}; stock: {stock.error}"
-        return Verdict.HANG if has_waited else Verdict.STOCK_ERROR, where, ""
-    if ours.error:
-        verdict, where = Verdict.HANG if has_waited else Verdict.OURS_ERROR, ours.error
+def judge(configuration: Configuration, word: str, stock: Answer, ours: Answer) -> tuple[str, str]:
+    """The verdict, and the event and the difference in words."""
+    if stock.error or ours.error:
+        where = f"ours: {ours.error[:120] or 'fine'}; stock: {stock.error or 'fine'}"
         place = min(len(each.states) for each in ours.ranks)
+        has_waited = ours.seconds > 0.9 * TIMEOUT
+        verdict = "hang" if has_waited else "stock error" if stock.error else "error"
     elif (found := _first_difference(word, stock, ours)) is None:
-        return Verdict.SAME, "", ""
+        return "same", ""
     else:
-        verdict, (place, where) = Verdict.DIFFERS, found
-    row = documented(word, place, configuration)
-    return Verdict.DOCUMENTED if row else verdict, where, row
+        verdict, (place, where) = "differs", found
+    if not stock.error and documented(word, place, configuration):
+        return "documented", where
+    return verdict, where
 
 
 def _first_difference(word: str, stock: Answer, ours: Answer) -> tuple[int, str] | None:
@@ -127,16 +98,10 @@ def _first_difference(word: str, stock: Answer, ours: Answer) -> tuple[int, str]
 def _compare(stock: State, ours: State, tolerance: float) -> str:
     """The first tensor that differs, with its values; ``""`` if all are the same."""
     if [*stock] != [*ours]:
-        odd = sorted(stock.keys() ^ ours.keys())
-        return f"only one of them has {odd}" if odd else "the order of names differs"
-    for name in stock:
-        one, other = (np.frombuffer(state[name]) for state in (stock, ours))
-        if one.size != other.size:
-            return f"{name} has {one.size} elements in stock, {other.size} in ours"
-        same = (one.view(np.int64) == other.view(np.int64)) | (np.isnan(one) & np.isnan(other))
-        if tolerance:
-            same |= np.abs(one - other) <= tolerance * (1 + np.abs(one))
-        if not same.all():
-            at = int(np.flatnonzero(~same)[0])
-            return f"{name}[{at}] is {one[at]:.9g} in stock, {other[at]:.9g} in ours"
+        return f"only one of them has {sorted(stock.keys() ^ ours.keys())}, or in another order"
+    for name, one in stock.items():
+        other = ours[name]
+        bounds = {"rtol": tolerance, "atol": tolerance}
+        if one.shape != other.shape or not np.allclose(other, one, **bounds, equal_nan=True):
+            return f"{name} is {one} in stock, {other} in ours"
     return ""

@@ -1,14 +1,12 @@
 """Each short program sees the same with tritonddp and with stock DDP."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from launched import ROOT, run
 
-from differential.short.configurations import Configuration
-from differential.short.words import RULES, sample, steps
+from differential.short.words import RULES
 
 COMMAND = Path(__file__).parents[1] / "run.py"
 CONFIGURATIONS = (
@@ -60,15 +58,6 @@ def test_all_programs_of_up_to_three_events(name: str, world_size: int) -> None:
     play("--config", name, "--world", world_size, "--length", 3)
 
 
-@pytest.mark.parametrize(("row", "holds"), RULES.items(), ids=map(str, range(len(RULES))))
-@pytest.mark.quick
-def test_a_rule_quotes_the_page_of_differences_and_lets_few_programs_pass(
-    row: str, holds: Callable[..., bool]
-) -> None:
-    assert row in re.sub(r"\s+", " ", (ROOT / "docs" / "differences.md").read_text())
-    shares = []
-    for configuration in map(Configuration, ("plain", "static", "bare", "unused")):
-        words = sample(3, configuration, 500, seed=0)
-        kinds = [any(holds(step, configuration) for step in steps(word)) for word in words]
-        shares.append(sum(kinds) / len(kinds))
-    assert 0 < max(shares) < 0.25
+def test_the_rules_quote_the_page_of_differences() -> None:
+    page = re.sub(r"\s+", " ", (ROOT / "docs" / "differences.md").read_text())
+    assert not [row for row in RULES if row not in page]

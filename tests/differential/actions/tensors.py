@@ -1,4 +1,4 @@
-"""Users that hold, copy, free and change gradients: in hooks, and after the backward."""
+"""Users that hold, copy, free and change gradients, in hooks or later, and that write buffers."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ TENSOR, POST_ACCUMULATE = "multiplies the gradient by 3", "scales the gradient i
 
 def add_hook(player: Player, name: str, block: str) -> None:
     """Register a hook on the first parameter of the block, or on the parameters of ``HOOKS``."""
-    params = player.params
     if block:
         params = [next(player.network.blocks[block].parameters())]
-    if name == TENSOR:
-        for param in params:
-            param.register_hook(lambda gradient: None if gradient is None else gradient * 3)
-        return
+    else:
+        params = player.params[HOOKS[name]]
     # The garbage collector does not see hooks that autograd holds: a player in such a hook would
     # outlive its program, and so would its wrappers and their groups.
     hook = partial(_run_hook, weakref.proxy(player), name)
-    for param in params if block else params[HOOKS[name]]:
-        param.register_post_accumulate_grad_hook(hook)
+    for param in params:
+        if name == TENSOR:
+            param.register_hook(lambda gradient: None if gradient is None else gradient * 3)
+        else:
+            param.register_post_accumulate_grad_hook(hook)
 
 
 # What is done with gradients after a backward.
@@ -139,11 +139,56 @@ class ChangeGradients(Action):
                     gradient.data = gradient.data * 2
                 case "scaled in place":
                     gradient.mul_(2)
-                case "freed":
+                case _:  # "freed"
                     with torch.no_grad():
                         param.sub_(gradient, alpha=0.05)
                     gradient.untyped_storage().resize_(0)
                     param.grad = None
-                case _:
-                    raise ValueError(self.way)
         player.see_model()
+
+
+# Buffers.
+
+# How a buffer is written.
+WAYS = ("in place", "through .data", "as .data", "reassigned", "by load_state_dict")
+# The ways that autograd does not see: a backward of an older forward still works.
+UNSEEN = ("through .data", "as .data", "reassigned")
+_OF_NORM = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class Write(Action):
+    """Buffers get other values on these ranks; each rank draws its own."""
+
+    ranks: tuple[int, ...]
+    way: str  # one of WAYS
+    which: tuple[int, ...]  # numbers of buffers, modulo how many there are; BatchNorm's are last
+
+    def perform(self, player: Player) -> None:
+        if player.rank not in self.ranks:
+            return
+        owned = [(each, name) for each in player.network.modules() for name in each._buffers]
+        owned.sort(key=lambda each: each[1] in _OF_NORM)
+        for number in self.which:
+            owner, name = owned[number % len(owned)]
+            buffer = getattr(owner, name)
+            value = _random_like(buffer)
+            match self.way:
+                case "in place":
+                    with torch.no_grad():
+                        buffer.copy_(value)
+                case "through .data":
+                    buffer.data.copy_(value)
+                case "as .data":
+                    buffer.data = value
+                case "reassigned":
+                    setattr(owner, name, value)
+                case _:
+                    owner.load_state_dict({name: value}, strict=False)
+
+
+def _random_like(buffer: Tensor) -> Tensor:
+    if buffer.dtype is torch.bool:
+        return torch.rand(buffer.shape) > 0.3
+    if not buffer.dtype.is_floating_point:
+        return torch.randint(0, 9, buffer.shape, dtype=buffer.dtype)
+    return (torch.rand(buffer.shape, dtype=torch.float64) + 0.5).to(buffer.dtype)
