@@ -73,14 +73,3 @@ def test_a_profiler_shows_the_steps_of_each_bucket_in_order(way: str) -> None:
             mine = [each.split()[0] for each in found if each.endswith(n)]
             assert tuple(dict.fromkeys(mine)) == STEPS
         assert found.index("launch bucket 1") < found.index("wait bucket 0")
-
-
-@ranks(2)
-def test_records_of_communication_hooks() -> None:
-    ddp = wrap(mlp(6, 6, 6), bucket_cap_mb=3e-4)
-    ddp.register_comm_hook(None, allreduce_hook)
-    with logged(logging.DEBUG) as kept:
-        train_step(ddp, drawn(3, 6))
-    lines, count = kept.lines("comm.reduction"), len(ddp.reducer.buckets)
-    assert sum("is passed to the communication hook" in line for line in lines) == count
-    assert sum("has returned from the communication hook" in line for line in lines) == count
