@@ -3,7 +3,6 @@
 ``differential/short`` evaluates the wrapper in hooks, signal handlers and threads.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from distributed import ranks
 from modules import mlp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.utils.checkpoint import checkpoint
 from training import assert_gradients_alike, assert_right_step, drawn, train_step, wrap
 
 
@@ -61,28 +59,3 @@ def test_a_backward_in_a_communication_hook_is_an_error() -> None:
     ddp.register_comm_hook(None, hook)
     with pytest.raises(RuntimeError, match=error):
         train_step(ddp, batch(0))
-
-
-class Hidden(nn.Module):
-    """Its layer is in reentrant checkpoints, and its output hides the tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.times = nn.Linear(4, 4), 1
-
-    def forward(self, x: Tensor) -> Any:
-        outputs = [checkpoint(self.layer, x, use_reentrant=True) for _ in range(self.times)]
-        return SimpleNamespace(get=lambda: torch.stack(outputs).sum())
-
-
-@ranks(2)
-def test_a_layer_in_two_checkpoints_of_a_hidden_output_is_an_error() -> None:
-    """As under stock DDP, where a parameter is marked ready twice."""
-    ddp = wrap(Hidden())
-    for step in range(2):
-        ddp.zero_grad()
-        ddp(batch(step).requires_grad_()).get().backward()
-        assert_gradients_alike(ddp)
-    ddp.module.times = 2
-    with pytest.raises(RuntimeError, match="became ready again after all gradients were averaged"):
-        ddp(batch(2).requires_grad_()).get().backward()
