@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import re
 import threading
 import weakref
@@ -16,7 +17,6 @@ from modules import by_pickle
 from torch import Tensor, nn
 from torch.fx import GraphModule, symbolic_trace
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset
 from training import assert_mean_of, descend, drawn, gradients, raises_if, squares, train_step
 
 from tritonddp import DistributedDataParallel, ddp, replicate
@@ -268,14 +268,6 @@ def test_a_copy_is_a_plain_module(kind: Any, copied: Any, rank: int) -> None:
 
 
 @ranks(2)
-def test_a_slice_is_not_replicated() -> None:
-    part = replicate(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))[:1]
-    assert part(drawn(2, 4)).shape == (2, 4)
-    with pytest.raises(TypeError, match="Sequential is not replicated"):
-        ddp(part)
-
-
-@ranks(2)
 def test_it_is_freed_with_its_hooks() -> None:
     net = replicate(seeded())
     train_step(net, drawn(5, 4))
@@ -288,24 +280,19 @@ def test_it_is_freed_with_its_hooks() -> None:
     squares(kept(drawn(2, 8))).backward()  # local
 
 
-class Features(Dataset[Tensor]):
-    def __init__(self, net: nn.Module) -> None:
-        self.net = net
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, number: int) -> Tensor:
-        output = self.net(torch.full((1, 4), float(number)))
-        return torch.autograd.grad(output.sum(), self.net.bias)[0]  # type: ignore[arg-type]
-
-
 @ranks(2)
-def test_a_worker_of_a_data_loader_may_run_it(rank: int) -> None:
+def test_a_forked_process_may_train_it_alone() -> None:
+    """As a worker of a DataLoader does."""
     net = replicate(nn.Linear(4, 4))
     train_step(net, drawn(5, 4))
-    loader = DataLoader(Features(net), 2, num_workers=1, multiprocessing_context="fork")
-    assert [batch.tolist() for batch in loader] == [[[1.0] * 4] * 2] * 2
+    child = os.fork()
+    if not child:
+        try:
+            train_step(net, torch.ones(1, 4), loss=torch.sum)
+            os._exit(net.bias.grad.tolist() != [1.0] * 4)  # type: ignore[union-attr]
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
     train_step(net, drawn(5, 4, step=1))
     assert_same_on_all_ranks(gradients(net))
 
@@ -361,8 +348,9 @@ def test_modules_that_cannot_be_replicated_are_named_and_not_changed() -> None:
         replicate(seeded(), mixed_precision=object())
     with pytest.raises(ValueError, match="'0' is already replicated in place"):
         DistributedDataParallel(nn.ModuleList([whole]))
-    with pytest.raises(TypeError, match="Encoder is not replicated"):
-        ddp(seeded())
+    for plain in seeded(), whole[:1]:
+        with pytest.raises(TypeError, match=f"{type(plain).__name__} is not replicated"):
+            ddp(plain)
 
 
 # The line of a backward
