@@ -56,8 +56,8 @@ def in_child(call: Callable[[], Any]) -> str:
     child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
     answer = answers.recv() if answers.poll(100) else "hung or died"
+    child.join(10)  # before the kill, so that it saves its coverage data
     child.kill()
-    child.join()
     return answer
 
 
