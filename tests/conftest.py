@@ -3,6 +3,7 @@
 import os
 import zlib
 from collections import defaultdict
+from unittest import mock
 
 import pytest
 
@@ -68,19 +69,13 @@ def _import_interpreted_kernels() -> None:
     ``@triton.jit`` reads the variable. So import Triton and all kernels before any test module, and
     restore the variable for the processes that tests start.
     """
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        import tritonddp.kernels.flatten
-        import tritonddp.kernels.quantized.dequantize
-        import tritonddp.kernels.quantized.quantize
-        import tritonddp.kernels.quantized.reduce_parts
-        import tritonddp.kernels.unflatten  # noqa: F401
-    except ImportError as error:
-        if error.name != "triton":
-            raise
-    finally:
-        if before is None:
-            del os.environ["TRITON_INTERPRET"]
-        else:
-            os.environ["TRITON_INTERPRET"] = before
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        try:
+            import tritonddp.kernels.flatten
+            import tritonddp.kernels.quantized.dequantize
+            import tritonddp.kernels.quantized.quantize
+            import tritonddp.kernels.quantized.reduce_parts
+            import tritonddp.kernels.unflatten  # noqa: F401
+        except ImportError as error:
+            if error.name != "triton":
+                raise

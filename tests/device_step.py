@@ -1,4 +1,4 @@
-"""The calls of a step on a GPU: functions of the package, and functions that they call."""
+"""Count the calls of a step on a GPU: functions of the package, and functions that they call."""
 
 from __future__ import annotations
 
@@ -33,16 +33,11 @@ class Moving(Vectors):
 
     def __init__(self, count: int, size: int, period: int) -> None:
         super().__init__(count, size)
-        self._period, self._steps = period, 0
-        self._memory: list[list[Tensor]] = []
+        self._memory: list[list[Tensor]] = [[] for _ in range(period)]
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self._memory:
-            self._memory = [
-                [torch.empty_like(x) for _ in self.vectors] for _ in range(self._period)
-            ]
-        self._steps += 1
-        memory = self._memory[self._steps % self._period]
+        memory = self._memory.pop(0) or [torch.empty_like(x) for _ in self.vectors]
+        self._memory.append(memory)
         for vector, own in zip(self.vectors, memory, strict=True):
             x = _Scaled.apply(x, vector, own)
         return x.sum()
@@ -51,7 +46,7 @@ class Moving(Vectors):
 def step_calls(
     count: int, buckets: int, moves: bool = False, size: int = 64, **options: Any
 ) -> Calls:
-    """The calls of a steady step of ``count`` parameters in ``buckets`` buckets.
+    """Count the calls of a steady step of ``count`` parameters in ``buckets`` buckets.
 
     Args:
         moves: gradients have other addresses than in the previous steps.
@@ -62,14 +57,11 @@ def step_calls(
         ddp = DistributedDataParallel(module.to("cuda"), bucket_cap_mb=cap, **options)
         inputs = torch.ones(size, device="cuda")
 
-        def step() -> None:
+        for _ in range(WARM_UP + 1):
             ddp.zero_grad()
             recorder.step_begins()
             ddp(inputs).backward()
             torch.cuda.synchronize()  # as loss.item() does
-
-        for _ in range(WARM_UP + 1):
-            step()
         assert len(ddp.reducer.buckets) == buckets
         ddp.zero_grad()
         recorder.step_begins()

@@ -20,10 +20,10 @@ class Kept(logging.Handler):
 
 
 @contextmanager
-def logged(level: int, name: str = "tritonddp", kept: Kept | None = None) -> Iterator[Kept]:
+def logged(level: int, name: str = "tritonddp") -> Iterator[Kept]:
     """Context: collect the records of logger ``name`` and its children, from ``level`` up."""
-    logger = logging.getLogger(name)
-    handler, before = kept or Kept(), logger.level
+    logger, handler = logging.getLogger(name), Kept()
+    before = logger.level
     logger.addHandler(handler)
     logger.setLevel(level)
     try:

@@ -1,4 +1,4 @@
-"""What one steady step of a wrapped model calls in the package: functions and files, counted."""
+"""Count the functions that one steady step of a wrapped model calls in the package."""
 
 import contextlib
 import gc
@@ -19,17 +19,15 @@ from tritonddp import DistributedDataParallel
 from tritonddp.coordination.host.peers import Peers
 
 LIBRARY = str(Path(tritonddp.__file__).parent)
-# Until then order, buckets and wires are chosen, and steps are measured for the logging data.
+# Steps in which order, buckets and wire formats are chosen, and the logging data are measured.
 WARM_UP = 12
-
-
 # Calls that only the recorded device makes.
 _OF_RECORDER = ("__torch_function__", "<lambda>")
 
 
 @dataclass
 class Calls:
-    """Of one step, on this thread.
+    """The calls of one step on this thread.
 
     Attributes:
         of_package: functions of the package, by file and name.
@@ -44,7 +42,7 @@ class Calls:
         code = frame.f_code
         if event == "call":
             if code.co_filename.startswith(LIBRARY):
-                name = getattr(code, "co_qualname", code.co_name)  # of Python 3.11
+                name = getattr(code, "co_qualname", code.co_name)  # new in Python 3.11
                 self.of_package[code.co_filename[len(LIBRARY) + 1 :], name] += 1
                 return
             caller = frame.f_back
@@ -60,7 +58,7 @@ class Calls:
 
 
 class Vectors(nn.Module):
-    """Parameters whose gradients come one after the other, at next to no cost."""
+    """Parameters whose gradients are ready one after the other, at almost no cost."""
 
     def __init__(self, count: int, size: int) -> None:
         super().__init__()
@@ -73,22 +71,11 @@ class Vectors(nn.Module):
 
 
 @contextlib.contextmanager
-def uncounted() -> Iterator[None]:
-    """Context: what runs inside is none of the package's work."""
-    note = sys.getprofile()
-    sys.setprofile(None)
-    try:
-        yield
-    finally:
-        sys.setprofile(note)
-
-
-@contextlib.contextmanager
 def noting(note: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
-    """Context: ``note`` is the profile function, and nobody frees what was left before.
+    """Context: ``note`` is the profile function, and the garbage collector does not run.
 
-    Wrappers of earlier tests are freed by the garbage collector, and that calls the package. And
-    each forward looks for optimizers in the backward if an earlier test has imported their module.
+    It would free wrappers of earlier tests, which calls the package. A forward looks for optimizers
+    in the backward if an earlier test has imported their module.
     """
     gc.collect()
     gc.disable()
@@ -102,14 +89,6 @@ def noting(note: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
             gc.enable()
 
 
-def calls(function: Callable[[], Any]) -> Counter[tuple[str, str]]:
-    """Calls of functions of the package on this thread, by file and name."""
-    found = Calls()
-    with noting(found.note):
-        function()
-    return found.of_package
-
-
 def steady_step(
     count: int,
     buckets: int,
@@ -118,7 +97,7 @@ def steady_step(
     in_place: bool = False,
     **options: Any,
 ) -> Counter[tuple[str, str]]:
-    """What a step of ``count`` parameters in so many buckets calls; on all ranks at once.
+    """Count the calls of a step of ``count`` parameters in ``buckets`` buckets, on all ranks.
 
     Args:
         size: elements of a parameter.
@@ -131,26 +110,27 @@ def steady_step(
     ddp = wrap(Vectors(count, size), bucket_cap_mb=cap, **options)
     inputs = torch.ones(size)
 
-    def step() -> None:
+    def step(is_local: bool = False) -> None:
         with ddp.no_sync() if is_local else contextlib.nullcontext():
+            # In place, all backwards must be called from the same line.
             ddp(inputs).backward()
 
-    for _ in range(WARM_UP):
+    for number in range(WARM_UP + 1):
         ddp.zero_grad()
-        if in_place:  # in the same line as the step that is counted
-            step()
-        else:
-            ddp(inputs).backward()
+        step(is_local and number == WARM_UP)
     assert len(tritonddp.ddp(ddp).reducer.buckets) == buckets
-    if is_local:
-        step()
     ddp.zero_grad()
-    attend = Peers.attend
+    found, attend = Calls(), Peers.attend
 
     def attend_uncounted(self: Peers, *arguments: Any) -> Any:
-        # What a rank does while it waits for a late one, on a busy machine.
-        with uncounted():
+        """Wait for a late rank on a busy machine."""
+        note = sys.getprofile()
+        sys.setprofile(None)
+        try:
             return attend(self, *arguments)
+        finally:
+            sys.setprofile(note)
 
-    with mock.patch.object(Peers, "attend", attend_uncounted):
-        return calls(step)
+    with mock.patch.object(Peers, "attend", attend_uncounted), noting(found.note):
+        step(is_local)
+    return found.of_package

@@ -28,9 +28,8 @@ class Client:
         triton: tritonddp wraps or replicates; otherwise torch's class wraps.
     """
 
-    def __init__(self, words: list[str]) -> None:
-        self.in_place, self.triton = "in_place" in words, "stock" not in words
-        self._unused = "unused" in words
+    def __init__(self, ddp: str) -> None:
+        self.in_place, self.triton = ddp == "in_place", ddp != "stock"
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # torch's class, even if its names are replaced later.
         self._stock = nn.parallel.DistributedDataParallel
@@ -65,7 +64,7 @@ class Client:
 
     def network(self) -> nn.Module:
         """A small classifier of images of one channel, eight pixels wide."""
-        network = nn.Sequential(
+        return nn.Sequential(
             nn.Conv2d(1, 8, 3, padding=1),
             nn.BatchNorm2d(8),
             nn.ReLU(),
@@ -74,9 +73,6 @@ class Client:
             nn.Flatten(),
             nn.Linear(128, 10),
         )
-        if self._unused:
-            network.register_parameter("unused", nn.Parameter(torch.zeros(3)))
-        return network
 
     def batches(self, size: int = 16) -> Iterator[tuple[Tensor, Tensor]]:
         """The part of this rank of 16 batches; a step ends when the next batch is requested."""
@@ -109,7 +105,6 @@ class Client:
         # The last class of that name: those of torchft and MMEngine are subclasses.
         *_, base = (kind for kind in type(wrapper).__mro__ if kind.__name__ == _NAME)
         found |= {
-            "model": f"{type(model).__module__}.{type(model).__qualname__}",
             "wrapped by": base.__module__.partition(".")[0],
             "is stock's": isinstance(wrapper, self._stock),
             "bits": bits,  # of parameters and buffers, rank by rank

@@ -41,9 +41,8 @@ def train(client: Client, trainer: Any) -> None:
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=32, n_positions=16, n_embd=32, n_layer=2, n_head=2, use_cache=False)
-    )
+    size = {"n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=32, use_cache=False, **size))
 
 
 def trained(client: Client, model: nn.Module, **arguments: Any) -> Any:
@@ -63,8 +62,7 @@ def with_transformers(client: Client) -> None:
     """Trainer, with accumulation and activation checkpointing."""
     model = gpt2()
     trainer = trained(client, model, gradient_accumulation_steps=2, gradient_checkpointing=True)
-    wrapped = trainer.model_wrapped
-    client.report(wrapped, model, find_unused_parameters=wrapped.find_unused_parameters)
+    client.report(trainer.model_wrapped, model)
 
 
 def with_transformers_compiled(client: Client) -> None:

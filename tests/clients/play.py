@@ -2,8 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 tests/clients/play.py LIBRARY stock|triton|in_place
 
-The results must have the same ``bits`` with each class. With the word ``unused``, the model has a
-parameter that nothing uses.
+The results must have the same ``bits`` with each class.
 """
 
 import sys
@@ -15,5 +14,5 @@ from client import Client
 
 if __name__ == "__main__":
     functions = vars(classifiers) | vars(hugging_face) | vars(special_models)
-    library, *words = sys.argv[1:]
-    functions[f"with_{library}"](Client(words))
+    library, ddp = sys.argv[1:]
+    functions[f"with_{library}"](Client(ddp))

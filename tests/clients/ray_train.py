@@ -63,9 +63,8 @@ def train(config: dict[str, Any]) -> None:
         optimizer.step()
         if step % 5 == 4:
             save(model.module, optimizer, step + 1, rank)
-    bits = hashlib.sha256()
-    for tensor in model.module.state_dict().values():
-        bits.update(tensor.numpy().tobytes())
+    values = model.module.state_dict().values()
+    bits = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in values))
     found = {"wrapped by": type(model).__module__, "bits": bits.hexdigest()[:16]}
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 

@@ -5,7 +5,7 @@ import contextlib
 import torch
 import torch.nn.functional as F
 from client import Client
-from torch import Tensor, nn
+from torch import nn
 
 
 def with_open_clip(client: Client) -> None:
@@ -41,31 +41,13 @@ def with_open_clip(client: Client) -> None:
     client.report(model, module, loss=loss.item())
 
 
-WIDTH, TOKENS = 256, 32
+WIDTH, TOKENS = 256, 32  # more than a first bucket holds, so stock splits graphs
 
 
-class Blocks(nn.Module):
-    """Two blocks on embedded tokens: more than a first bucket holds, so stock splits graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.LayerNorm(WIDTH),
-                nn.Linear(WIDTH, 4 * WIDTH),
-                nn.GELU(),
-                nn.Linear(4 * WIDTH, WIDTH),
-            )
-            for _ in range(2)
-        )
-        self.head = nn.Linear(WIDTH, TOKENS)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
+def block() -> nn.Sequential:
+    return nn.Sequential(
+        nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+    )
 
 
 def with_torchao(client: Client) -> None:
@@ -77,9 +59,11 @@ def with_torchao(client: Client) -> None:
     from torchao.optim import AdamW8bit
 
     client.init_process_group()
-    module = Blocks().bfloat16()
-    for block, recipe in zip(module.blocks, ("tensorwise", "rowwise"), strict=True):
-        convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name(recipe))
+    layers = nn.Embedding(TOKENS, WIDTH), block(), block(), nn.Linear(WIDTH, TOKENS)
+    module = nn.Sequential(*layers).bfloat16()
+    for number, recipe in (1, "tensorwise"), (2, "rowwise"):
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        convert_to_float8_training(module[number], config=config)
     float8 = [name for name, each in module.named_modules() if "Float8" in type(each).__name__]
     wrapper = client.wrap(module)
     model = torch.compile(wrapper, backend="aot_eager")

@@ -6,7 +6,6 @@
 import functools
 import importlib.util
 import json
-import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +14,6 @@ import pytest
 from launched import ROOT
 
 pytestmark = pytest.mark.clients
-
-FOLDER = Path(__file__).parent
 
 
 class Library(NamedTuple):
@@ -64,32 +61,26 @@ def skip_without(packages: str) -> None:
             pytest.skip(f"{error}: see the extra [clients] in pyproject.toml")
 
 
-def run(script: str, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    env = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    return launched.run(FOLDER / script, *words, env=env, **options)
-
-
-def lines(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
-
-
 @functools.cache
-def report(name: str, ddp: str) -> dict[str, Any]:
-    skip_without(LIBRARIES[name].packages)
-    return lines(run("play.py", name, ddp))[-1]
+def report(script: str, *words: str, nproc: int | None = 2) -> dict[str, Any]:
+    env = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    done = launched.run(Path(__file__).with_name(script), *words, env=env, nproc=nproc)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')][-1]
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_library_ends_with_the_bits_of_stock_and_sends_no_more(name: str) -> None:
-    stock, ours = report(name, "stock"), report(name, "triton")
+    skip_without(LIBRARIES[name].packages)
+    stock, ours = (report("play.py", name, ddp) for ddp in ("stock", "triton"))
     assert ours["is stock's"]
     compare(name, stock, ours)
 
 
 @pytest.mark.parametrize("name", [name for name in LIBRARIES if LIBRARIES[name].in_place])
 def test_a_library_that_trains_in_place_ends_with_the_bits_of_stock(name: str) -> None:
-    stock, ours = report(name, "stock"), report(name, "in_place")
+    skip_without(LIBRARIES[name].packages)
+    stock, ours = (report("play.py", name, ddp) for ddp in ("stock", "in_place"))
     assert ours["in place"]
     # Buffers are sent to the other ranks after a backward, with stock before the next forward.
     (_, first), *_ = stock["bits"]
@@ -107,32 +98,14 @@ def compare(name: str, stock: dict[str, Any], ours: dict[str, Any]) -> None:
     # After a forward in no_sync() no buffers are sent.
     assert max(less) == LIBRARIES[name].saved, (stock["collectives"], ours["collectives"])
     assert min(less) >= 0
-    others = {"model", "wrapped by", "collectives", "find_unused_parameters"}
-    for what in {*stock} - others:
+    for what in {*stock} - {"wrapped by", "collectives"}:
         assert ours[what] == stock[what], what
-
-
-@pytest.mark.parametrize("name", ["accelerate", "mmengine"])
-def test_an_unused_parameter_is_an_error_only_with_mmengine(name: str) -> None:
-    """Its Runner sets find_unused_parameters=False: docs/frameworks.md."""
-    skip_without(LIBRARIES[name].packages)
-    done = run("play.py", name, "triton", "unused")
-    if name == "accelerate":
-        assert lines(done)[-1]["same on all ranks"]
-    else:
-        assert done.returncode != 0
-        assert "is an error with find_unused_parameters=False" in done.stderr
-
-
-@functools.cache
-def in_ray(*words: str) -> dict[str, Any]:
-    return lines(run("ray_train.py", *words, nproc=None))[-1]
 
 
 @pytest.mark.parametrize("words", [("by_hand",), ("hook", "killed")])
 def test_ray_train_ends_with_the_bits_of_stock_also_after_a_killed_worker(words: Any) -> None:
     skip_without("ray pandas")
-    stock, ours = in_ray("stock"), in_ray(*words)
+    stock, ours = (report("ray_train.py", *each, nproc=None) for each in (("stock",), words))
     assert [rank["bits"] for rank in ours["ranks"]] == [rank["bits"] for rank in stock["ranks"]]
     classes = [{rank["wrapped by"] for rank in each["ranks"]} for each in (stock, ours)]
     assert classes == [{"torch.nn.parallel.distributed"}, {"tritonddp.wrapper"}]

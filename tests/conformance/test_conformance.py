@@ -18,8 +18,8 @@ _RUN = Path(__file__).with_name("run.py")
 
 
 @pytest.fixture(scope="module")
-def outcome_of() -> Iterator[Callable[[str], dict[str, str]]]:
-    """Runs a test in the process of ``run.py``, which has imported torch and forks the ranks."""
+def failure_of() -> Iterator[Callable[[str], str]]:
+    """Run a test in the process of ``run.py``, which has imported torch and forks the ranks."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -32,7 +32,7 @@ def outcome_of() -> Iterator[Callable[[str], dict[str, str]]]:
             start_new_session=True,
         )
 
-        def outcome(name: str) -> dict[str, str]:
+        def failure(name: str) -> str:
             with contextlib.suppress(BrokenPipeError):  # it has ended, and there is no line to read
                 process.stdin.write(f"{name}\n")
                 process.stdin.flush()
@@ -42,7 +42,7 @@ def outcome_of() -> Iterator[Callable[[str], dict[str, str]]]:
                 pytest.fail(f"{_RUN} has ended:\n{log.read()}", pytrace=False)
             return json.loads(line)
 
-        yield outcome
+        yield failure
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -56,10 +56,9 @@ def _case(name: str) -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [_case(name) for name in ddp_tests()])
-def test_torchs_own_test(name: str, outcome_of: Callable[[str], dict[str, str]]) -> None:
-    outcome = outcome_of(name)
-    if outcome["kind"] != "passed":
-        pytest.fail(f"{outcome['kind']}: {outcome['reason']}\n{outcome['details']}", pytrace=False)
+def test_torchs_own_test(name: str, failure_of: Callable[[str], str]) -> None:
+    if failure := failure_of(name):
+        pytest.fail(failure, pytrace=False)
 
 
 def test_the_tests_of_torch_are_found() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,18 +37,16 @@ class FakeGroup:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
-    monkeypatch.setattr(failures, "_PATIENCE", 0.0)
-    monkeypatch.setattr(failures, "_HOST_STAYS", 0.0)
-    return dist.HashStore()
+def store() -> Iterator[dist.Store]:
+    with mock.patch.multiple(failures, _PATIENCE=0.0, _HOST_STAYS=0.0):
+        yield dist.HashStore()
 
 
 @pytest.fixture
-def patient_store(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+def patient_store(store: dist.Store) -> Iterator[dist.Store]:
     """Waiting for the posts of the other ranks fails the test."""
-    monkeypatch.setattr(failures, "_PATIENCE", 600.0)
-    monkeypatch.setattr(failures, "_LIMIT", 60.0)
-    return store
+    with mock.patch.multiple(failures, _PATIENCE=600.0, _LIMIT=60.0):
+        yield store
 
 
 def groups(store: dist.Store, size: int = 2) -> list[Group]:
@@ -57,9 +56,7 @@ def groups(store: dist.Store, size: int = 2) -> list[Group]:
 
 
 def explain(group: Group, place: str = PLACE, error: str = "broken") -> str:
-    explained = group.explain(f"rank {group.rank}, {place}", "all-reduce", RuntimeError(error))
-    assert type(explained) is RuntimeError
-    return str(explained)
+    return str(group.explain(f"rank {group.rank}, {place}", "all-reduce", RuntimeError(error)))
 
 
 # Posts
@@ -89,28 +86,25 @@ def test_an_old_post_is_not_a_new_one(store: dist.Store) -> None:
     assert "rank 0 failed at a different place: step 5, bucket 0 ('c')" in explain(second, "step 4")
 
 
-POSTS: dict[str, list[bytes]] = {
-    "tritonddp/failed/1": [
-        b"",
-        b"9" * 10_000 + b" place",
-        b"1 \xff\x1b[31m\nrank 0 is late",
-    ],
-    "tritonddp/process/1": [b"", b"-1 2 3 host", b"1 2 3 \xff\x1b[31m\n" + b"h" * 9999],
-}
-
-
 @pytest.mark.parametrize(
-    ("key", "post"), [(key, post) for key, posts in POSTS.items() for post in posts]
+    ("kind", "post"),
+    [
+        ("failed", b""),
+        ("failed", b"9" * 10_000 + b" place"),
+        ("failed", b"1 \xff\x1b[31m\nrank 0 is late"),
+        ("process", b""),
+        ("process", b"-1 2 3 host"),
+        ("process", b"1 2 3 \xff\x1b[31m\n" + b"h" * 9999),
+    ],
 )
-def test_any_content_of_the_store_makes_a_bounded_line(
-    store: dist.Store, key: str, post: bytes
-) -> None:
-    store.set(key, post)  # type: ignore[arg-type]
+def test_any_content_of_the_store_makes_a_bounded_line(store, kind: str, post: bytes) -> None:
+    store.set(f"tritonddp/{kind}/1", post)
     text = explain(groups(store)[0])
     assert len(text) < 1500
-    assert text.startswith(f"rank 0, {PLACE}, all-reduce failed: RuntimeError: broken\n")
-    assert all(line.isprintable() for line in text.splitlines())
-    assert len(text.splitlines()) == 3
+    lines = text.splitlines()
+    assert lines[0] == f"rank 0, {PLACE}, all-reduce failed: RuntimeError: broken"
+    assert all(line.isprintable() for line in lines)
+    assert len(lines) == 3
 
 
 def test_no_rank_waits_if_all_have_reported(patient_store: dist.Store) -> None:

@@ -1,17 +1,17 @@
-"""Processes that a rank forks, and threads that it starts."""
+"""Processes that a rank forks, threads that it starts, and groups that are destroyed."""
 
 import copy
-import os
+import multiprocessing
 import re
-import select
-import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import ranks
+from launched import played
 from torch import Tensor, nn
 from training import (
     assert_gradients_alike,
@@ -20,6 +20,7 @@ from training import (
     gradients,
     in_threads,
     train_step,
+    wrap,
 )
 
 from tritonddp import DistributedDataParallel
@@ -43,24 +44,21 @@ def step(net: nn.Module, seed: int) -> None:
 
 def in_child(call: Callable[[], Any]) -> str:
     """Run ``call`` in a forked process. Return its error, or "ended"."""
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
+    answers, sending = multiprocessing.Pipe(duplex=False)
+
+    def run() -> None:
         try:
             call()
-            text = "ended"
+            sending.send("ended")
         except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(theirs, text.encode())
-        os._exit(0)
-    os.close(theirs)
-    readable, _, _ = select.select([ours], [], [], 100)
-    if not readable:
-        os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    answer = os.read(ours, 10_000).decode()
-    os.close(ours)
-    return answer or "hung or died"
+            sending.send(f"{type(error).__name__}: {error}")
+
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    answer = answers.recv() if answers.poll(100) else "hung or died"
+    child.join(10)  # before the kill, so that it saves its coverage data
+    child.kill()
+    return answer
 
 
 @pytest.mark.parametrize("options", [{}, {"compression": "int8"}], ids=["plain", "int8"])
@@ -120,10 +118,7 @@ def test_a_forked_process_sends_nothing_and_training_continues(rank: int, option
 
 @ranks(2)
 def test_two_threads_train_a_module_each_in_groups_of_their_own() -> None:
-    nets = [
-        DistributedDataParallel(layers(), process_group=dist.new_group(), bucket_cap_mb=1e-4)
-        for _ in range(2)
-    ]
+    nets = [wrap(layers(), process_group=dist.new_group(), bucket_cap_mb=1e-4) for _ in range(2)]
     alone = [copy.deepcopy(net.module) for net in nets]
 
     def train(number: int) -> None:
@@ -134,3 +129,26 @@ def test_two_threads_train_a_module_each_in_groups_of_their_own() -> None:
     for number in (0, 1):
         step(alone[number], 11 + 50 * number)
         assert_mean_of(nets[number], alone[number])
+
+
+# Destroyed groups
+
+GLOBAL_WRAPPER = """
+import sys, torch, torch.distributed as dist, tritonddp
+
+dist.init_process_group("gloo")
+ddp = tritonddp.DistributedDataParallel(torch.nn.Linear(2, 2))
+ddp(torch.ones(1, 2)).sum().backward()
+sys.setswitchinterval(60)  # this thread keeps the interpreter
+found = [torch.empty(4) for _ in range(2)]
+dist.all_gather(found, torch.ones(4))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_a_script_that_keeps_its_wrapper_to_its_end_does_not_abort(tmp_path: Path) -> None:
+    """The wrapper, a global variable, keeps the group and its threads."""
+    for _ in range(3):
+        done = played(GLOBAL_WRAPPER, tmp_path, nproc=2)
+        assert done.returncode == 0, done.stderr

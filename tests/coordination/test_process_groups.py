@@ -14,14 +14,7 @@ from distributed import VIEW, assert_same_bits, assert_same_on_all_ranks, ranks
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training import (
-    breaking_off,
-    descend,
-    drawn,
-    in_threads,
-    train_step,
-    wrap,
-)
+from training import breaking_off, descend, drawn, in_threads, train_step, wrap
 
 from tritonddp import DistributedDataParallel
 from tritonddp._torch import timeout_of
@@ -160,7 +153,7 @@ def test_one_rank_of_a_group_in_python_without_a_default_group(work: Any, view: 
 
 
 def test_futures_and_gathers_of_a_group_in_python() -> None:
-    for work in (WantsTimeout, None):
+    for work in WantsTimeout, None:
         group, tensor, gathered = InPython(alone(), work), torch.ones(2), torch.zeros(2)
         handle = all_reduce(tensor, group)
         handle.wait()
@@ -171,16 +164,10 @@ def test_futures_and_gathers_of_a_group_in_python() -> None:
 
 
 def test_the_error_of_compression_names_the_backend_of_a_group_in_python() -> None:
-    class Two(InPython):
-        def getSize(self) -> int:
-            return 2
-
-    with pytest.raises(
-        RuntimeError, match="requires the gloo backend for 'cpu', but the process group uses in-p"
-    ):
-        DistributedDataParallel(
-            net(), process_group=Two(alone()), compression="int8", init_sync=False
-        )
+    group = type("Two", (InPython,), {"getSize": lambda self: 2})(alone())
+    message = "requires the gloo backend for 'cpu', but the process group uses in-python"
+    with pytest.raises(RuntimeError, match=message):
+        wrap(net(), process_group=group, compression="int8", init_sync=False)
 
 
 def in_two_threads(program: Callable[[int, Any], None]) -> None:
@@ -219,13 +206,10 @@ def test_two_ranks_of_a_group_in_python_without_a_default_group(
 def test_a_group_in_which_two_ranks_have_one_number_is_refused() -> None:
     """As with torchft's ``ProcessGroupGloo``, whose ranks all have the number 0."""
 
-    class CallsItselfZero(InPython):
-        def getRank(self) -> int:
-            return 0
-
     def program(rank: int, backend: Any) -> None:
+        group = type("CallsItselfZero", (InPython,), {"getRank": lambda self: 0})(backend)
         with pytest.raises(RuntimeError, match=r"numbers \[0, 0\], but should report \[0, 1\]"):
-            DistributedDataParallel(net(), process_group=CallsItselfZero(backend))
+            wrap(net(), process_group=group)
 
     in_two_threads(program)
 
@@ -246,11 +230,9 @@ def test_a_new_wrapper_recovers_a_failed_backward_in_a_group_in_python(rank: int
 
 def test_a_failure_in_a_group_without_a_store_says_why_no_rank_is_named() -> None:
     ddp = DistributedDataParallel(nn.Linear(4, 2), process_group=Broken(alone()))
-    with pytest.raises(
-        RuntimeError, match=r"rank 0, step 1, bucket 0 .* connection lost"
-    ) as caught:
+    message = r"(?s)rank 0, step 1, bucket 0 .* connection lost.*group \(Broken\) has no store"
+    with pytest.raises(RuntimeError, match=message):
         train(ddp, 0)
-    assert "this process group (Broken) has no store" in str(caught.value)
 
 
 @VIEW

@@ -7,9 +7,6 @@ hosts the store and starts the ranks, by forks, which are cheap. All processes o
 its launcher. Ranks wait most of the time, so several faults are played concurrently.
 """
 
-import ctypes
-import faulthandler
-import gc
 import json
 import logging
 import os
@@ -17,8 +14,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,9 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-import torch._dynamo  # here, so that the ranks do not import it
 import torch.distributed as dist
+from forked import fork, prepare
 
 from faults.program import Program
 from faults.table import FAULTS, Fault
@@ -38,7 +32,6 @@ from faults.table import FAULTS, Fault
 STALLS, ENDS = 4.0, 150.0
 LIMIT = 120.0  # seconds of a fault
 _CONCURRENT = 8
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def play(names: list[str], folder: Path) -> None:
@@ -51,31 +44,6 @@ def play(names: list[str], folder: Path) -> None:
             place.mkdir()
             running.add(fork(partial(launch, fault, place), place / "launcher.log"))
         running.discard(os.wait()[0])
-
-
-def fork(run: Callable[[], None], log: Path) -> int:
-    """Run a function in a child process, which ends with this process."""
-    parent = os.getpid()
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-        with log.open("ab") as out:
-            os.dup2(out.fileno(), 1)
-            os.dup2(out.fileno(), 2)
-        faulthandler.enable(all_threads=True)
-        faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
-        run()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def launch(fault: Fault, place: Path) -> None:
@@ -142,7 +110,5 @@ def be(fault: Fault, rank: int, listening: socket.socket, place: Path) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
+    prepare()
     play(sys.argv[2:], Path(sys.argv[1]))

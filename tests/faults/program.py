@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ WIDTH = 6
 class Net(nn.Module):
     """Layers of one width, with an embedding or a buffer in some loops."""
 
-    def __init__(self, loop: str, width: int, kind: torch.dtype = torch.float64) -> None:
+    def __init__(self, loop: str, width: int, kind: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(width, width, dtype=kind) for _ in range(4))
@@ -56,12 +57,12 @@ class Struck(Exception):
     """The exception of a fault of the kind ``"raise"``."""
 
 
-class Ended(Exception):
-    """Training ends inside ``join()``."""
-
-
 class Behind(Exception):
     """The rank skips the rest of its step."""
+
+
+class Ended(Exception):
+    """Training ends after an error."""
 
 
 @dataclass
@@ -155,11 +156,16 @@ class Program:
             self.line("wrap")
             ddp = self.wrap()
             self.optimizer = self.optimizer_of(ddp)
-        except RuntimeError as error:
-            self.seen.errors.append((-1, str(error)))
-            return asdict(self.seen)
-        loop = getattr(self, f"{self.point.loop}_loop", self.simple_loop)
-        loop(ddp)
+            with ddp.join() if self.point.loop == "join" else nullcontext():
+                for step in self.steps:
+                    self.one_step(ddp, step)
+            self.seen.ended = True
+        except Ended:
+            pass
+        except RuntimeError as error:  # while wrapping, or of a rank without inputs
+            self.seen.errors.append((self.step, str(error)))
+        if self.seen.ended and self.is_behind(self.rank):
+            time.sleep(3600)  # the other ranks wait for it
         return asdict(self.seen)
 
     def wrap(self) -> DistributedDataParallel:
@@ -187,10 +193,9 @@ class Program:
         return optimizer
 
     def make(self, width: int = WIDTH) -> Net:
-        """The unwrapped module."""
-        if self.is_compressed:  # small parameters and fp64 are not quantized
-            return Net(self.point.loop, 32, torch.float32)
-        return Net(self.point.loop, width)
+        """The unwrapped module. Small parameters and fp64 are not quantized."""
+        kind = (32, torch.float32) if self.is_compressed else (width, torch.float64)
+        return Net(self.point.loop, *kind)
 
     @property
     def is_compressed(self) -> bool:
@@ -201,27 +206,21 @@ class Program:
         """Whether this rank runs other operations than the other ranks."""
         return self.fault.kind == "differ" and self.is_victim
 
+    def is_behind(self, rank: int) -> bool:
+        """Whether the rank skips a step: afterwards it is one batch ahead."""
+        return self.fault.kind == "behind" and rank == self.fault.victim
+
     def gradient(self, name: str, grad: Tensor) -> Tensor | None:
         """A hook of a gradient."""
         if self.line(f"gradient of {name}"):
             return torch.full_like(grad, torch.nan)
         return None
 
-    def simple_loop(self, ddp: DistributedDataParallel) -> None:
-        for step in self.steps:
-            if not self.one_step(ddp, step):
-                return
-        self.end()
-
-    def end(self) -> None:
-        self.seen.ended = True
-        if self.is_victim and self.fault.kind == "behind":
-            time.sleep(3600)  # the other ranks wait for it
-
-    def one_step(self, ddp: DistributedDataParallel, step: int) -> bool:
-        """Train one step. Return whether training continues."""
+    def one_step(self, ddp: DistributedDataParallel, step: int) -> None:
+        """Train one step. Raise :class:`Ended` if training does not continue."""
         self.step, self._calls = step, 0 if self.point.step is not None else self._calls
         self.optimizer.zero_grad()
+        is_over = False
         try:
             self.backward(ddp, step)
             self.line("optimizer")
@@ -229,13 +228,13 @@ class Program:
                 self.optimizer.step()
         except (Struck, KeyboardInterrupt) as error:
             self.seen.errors.append((step, f"{type(error).__name__}: {error}"))
-            return True
         except Behind:
-            return True
+            pass
         except (RuntimeError, FloatingPointError) as error:
             self.seen.errors.append((step, str(error)))
-            return self.fault.continues
-        return True
+            is_over = not self.fault.continues
+        if is_over:
+            raise Ended
 
     def backward(self, ddp: DistributedDataParallel, step: int) -> None:
         """Forward and backward of a step."""
@@ -255,19 +254,6 @@ class Program:
         weight = getattr(net, "module", net).layers[0].weight
         return net(torch.randn(5, weight.shape[1], dtype=weight.dtype)).square().mean()
 
-    def join_loop(self, ddp: DistributedDataParallel) -> None:
-        try:
-            with ddp.join():
-                for step in self.steps:
-                    if not self.one_step(ddp, step):
-                        raise Ended
-        except Ended:
-            return
-        except RuntimeError as error:  # in the collectives of a rank without inputs
-            self.seen.errors.append((self.step, str(error)))
-            return
-        self.end()
-
     def inputs_of(self, rank: int) -> int:
         """The number of steps of a rank. Inside ``join()``, one rank has fewer."""
         if self.point.loop != "join":
@@ -279,13 +265,14 @@ class Program:
 
     def is_right(self, ddp: DistributedDataParallel, step: int) -> bool:
         """Return whether no gradient is NaN. Note other wrong gradients."""
-        is_behind = self.fault.kind == "behind" and self.is_victim and step > STRUCK_AT
-        expected = self.expected(ddp.module, step - is_behind)
+        is_ahead = self.is_behind(self.rank) and step > STRUCK_AT
+        expected = self.expected(ddp.module, step - is_ahead)
         tolerance = 0.1 if self.is_compressed else 1e-12
         wrong = []
+        owners = getattr(self.optimizer, "_owners", {})
         for name, param in ddp.module.named_parameters():
-            if self.is_elsewhere(param):
-                continue
+            if param.grad is None and owners.get(param, self.rank) != self.rank:
+                continue  # another rank owns the parameter
             grad = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
             if grad.isnan().any():
                 self.seen.nan.setdefault(step, []).append(name)
@@ -298,11 +285,6 @@ class Program:
             self.seen.right.append(step)
         return True
 
-    def is_elsewhere(self, param: Tensor) -> bool:
-        """Whether another rank owns the parameter, so that it has no gradient here."""
-        owners = getattr(self.optimizer, "_owners", {param: self.rank})
-        return owners[param] != self.rank and param.grad is None
-
     def expected(self, net: Net, step: int) -> dict[str, Tensor]:
         """The mean over the ranks of the gradients of an unwrapped model."""
         total: dict[str, Tensor] = {}
@@ -311,13 +293,9 @@ class Program:
                 continue
             alone = self.make()  # no fault occurs in it
             alone.load_state_dict(net.state_dict())
-            self.loss(alone, rank, self.batch_of(rank, step)).backward()
+            batch = step + (self.is_behind(rank) and step >= STRUCK_AT)
+            self.loss(alone, rank, batch).backward()
             for name, param in alone.named_parameters():
                 if param.grad is not None:
                     total[name] = total.get(name, 0) + param.grad.to_dense() / self.world_size
         return total
-
-    def batch_of(self, rank: int, step: int) -> int:
-        """The batch of a rank: after it has skipped a step, it is one batch ahead."""
-        is_behind = self.fault.kind == "behind" and rank == self.fault.victim
-        return step + 1 if is_behind and step >= STRUCK_AT else step

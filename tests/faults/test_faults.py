@@ -1,15 +1,11 @@
 """Each fault ends in bounded time, with errors that name rank and place, and no wrong gradient."""
 
-import contextlib
-import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import launched
 import pytest
 
 from faults.table import FAULTS, Fault
@@ -25,20 +21,10 @@ def played(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A folder with the results of all faults that this run has selected, played concurrently."""
     items = [item for item in request.session.items if item.path == request.path]
     names = {item.callspec.params["fault"].name for item in items if hasattr(item, "callspec")}
-    folder = Path(os.path.realpath(request.getfixturevalue("tmp_path_factory").mktemp("faults")))
-    process = subprocess.Popen(
-        [sys.executable, str(PLAYER), str(folder), *names],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-    try:
-        process.wait(LIMIT)
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        done = launched.run(PLAYER, folder, *names, nproc=None, timeout=LIMIT)
+        assert done.returncode == 0, done.stderr
+        yield Path(folder)
 
 
 @pytest.mark.long

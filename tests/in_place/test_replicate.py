@@ -2,10 +2,12 @@
 
 import copy
 import gc
+import os
 import re
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +16,12 @@ import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
 from modules import by_pickle
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.fx import GraphModule, symbolic_trace
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset
-from training import assert_mean_of, descend, drawn, gradients, raises_if, squares, train_step
+from training import assert_mean_of, descend, drawn, fail, gradients, raises_if, squares, train_step
 
 from tritonddp import DistributedDataParallel, ddp, replicate
 from tritonddp.features.call_sites import CallSites
@@ -268,14 +272,6 @@ def test_a_copy_is_a_plain_module(kind: Any, copied: Any, rank: int) -> None:
 
 
 @ranks(2)
-def test_a_slice_is_not_replicated() -> None:
-    part = replicate(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))[:1]
-    assert part(drawn(2, 4)).shape == (2, 4)
-    with pytest.raises(TypeError, match="Sequential is not replicated"):
-        ddp(part)
-
-
-@ranks(2)
 def test_it_is_freed_with_its_hooks() -> None:
     net = replicate(seeded())
     train_step(net, drawn(5, 4))
@@ -288,55 +284,92 @@ def test_it_is_freed_with_its_hooks() -> None:
     squares(kept(drawn(2, 8))).backward()  # local
 
 
-class Features(Dataset[Tensor]):
-    def __init__(self, net: nn.Module) -> None:
-        self.net = net
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, number: int) -> Tensor:
-        output = self.net(torch.full((1, 4), float(number)))
-        return torch.autograd.grad(output.sum(), self.net.bias)[0]  # type: ignore[arg-type]
-
-
 @ranks(2)
-def test_a_worker_of_a_data_loader_may_run_it(rank: int) -> None:
+def test_a_forked_process_may_train_it_alone() -> None:
+    """As a worker of a DataLoader does."""
     net = replicate(nn.Linear(4, 4))
     train_step(net, drawn(5, 4))
-    loader = DataLoader(Features(net), 2, num_workers=1, multiprocessing_context="fork")
-    assert [batch.tolist() for batch in loader] == [[[1.0] * 4] * 2] * 2
+    child = os.fork()
+    if not child:
+        try:
+            train_step(net, torch.ones(1, 4), loss=torch.sum)
+            os._exit(net.bias.grad.tolist() != [1.0] * 4)  # type: ignore[union-attr]
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
     train_step(net, drawn(5, 4, step=1))
     assert_same_on_all_ranks(gradients(net))
+
+
+# Other parts of torch
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_first", [False, True])
+@ranks(2)
+def test_compiled_models_are_averaged(is_first: bool) -> None:
+    torch._dynamo.reset()
+    net, plain = seeded(nn.BatchNorm1d), DistributedDataParallel(seeded(nn.BatchNorm1d))
+    compiled = partial(torch.compile, fullgraph=True)
+    call = replicate(compiled(net)) if is_first else compiled(replicate(net))
+    for number in range(4):
+        x = drawn(5, 4, step=number)
+        net.zero_grad()
+        squares(call(x)).backward()
+        train_step(plain, x)
+        torch.testing.assert_close(gradients(net), gradients(plain))
+        assert_same_on_all_ranks(gradients(net))
+        descend(net)
+        descend(plain)
+    if not is_first:
+        assert ddp(call) is ddp(net)
+        assert call.no_sync.__self__ is net
+        assert next(iter(call.state_dict())).startswith("_orig_mod.encoder")
+
+
+@ranks(4)
+def test_a_sliced_module_keeps_its_parameters_and_its_checkpoints() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = Encoder(lambda _: nn.Identity())  # type: ignore[arg-type]
+    parallelize_module(net, mesh["tp"], {"encoder.0": ColwiseParallel(), "head": RowwiseParallel()})
+    early = torch.optim.SGD(net.parameters(), lr=0.1)
+    replicate(net, device_mesh=mesh["dp"])
+    names = [name for name, _ in net.named_parameters()]
+    keys = list(net.state_dict())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for number in range(3):
+        torch.manual_seed(10 * number + mesh["dp"].get_local_rank())
+        optimizer.zero_grad()
+        squares(net(torch.randn(3, 4))).backward()
+        optimizer.step()
+        assert [name for name, _ in net.named_parameters()] == names
+    assert all(type(each) is nn.Parameter for each in net.parameters())
+    state = net.state_dict()
+    assert list(state) == keys
+    assert all(isinstance(each, DTensor) for each in state.values())
+    assert_same_on_all_ranks([each.full_tensor() for each in state.values()])
+    saved = copy.deepcopy(state)
+    optimizer.step()
+    net.load_state_dict(saved)
+    for name, each in net.state_dict().items():
+        assert_same_bits(each.to_local(), saved[name].to_local(), name)
+    with pytest.raises(RuntimeError, match="create the optimizer after replicating"):
+        early.step()
 
 
 # Modules that cannot be replicated
 
 
-class Named(Encoder):
-    def metrics(self) -> None:
-        """It has the name of a method of the wrapper."""
-
-
-class Failing(Encoder):
-    @property
-    def no_sync(self) -> None:
-        raise ValueError("not now")
-
-
-class Registered(Encoder):
-    def __init_subclass__(cls, *, name: str) -> None:
-        super().__init_subclass__()
-
-
-class Entry(Registered, name="entry"):
-    """Its subclasses require an argument."""
+def encoder(**attributes: Any) -> Any:
+    """An encoder whose class has these attributes."""
+    return type("Mine", (Encoder,), attributes)()
 
 
 @ranks(2)
 def test_modules_that_cannot_be_replicated_are_named_and_not_changed() -> None:
     whole = replicate(nn.Sequential(seeded(), nn.Linear(3, 2)))
     wrapped = DistributedDataParallel(seeded())
+    entry = encoder(__init_subclass__=lambda cls, *, name: None)  # its subclasses need an argument
     cases: list[tuple[Any, type[Exception], str]] = [
         (whole, ValueError, "it is replicated already"),
         (whole[0], ValueError, "it is a part of a Sequential that is replicated already"),
@@ -344,9 +377,9 @@ def test_modules_that_cannot_be_replicated_are_named_and_not_changed() -> None:
         (wrapped, TypeError, "this DistributedDataParallel is a wrapper"),
         (wrapped.module, ValueError, "it is wrapped already"),
         (torch.jit.script(nn.Linear(2, 2)), TypeError, "is a TorchScript module"),
-        (Named(), ValueError, "Named has attributes that .*: metrics"),
-        (Failing(), ValueError, "Failing has attributes that .*: no_sync"),
-        (Entry(), TypeError, r"class of Entry cannot be changed .*'name'.*: wrap the module"),
+        (encoder(metrics=None), ValueError, "Mine has attributes that .*: metrics"),
+        (encoder(no_sync=property(fail)), ValueError, "Mine has attributes that .*: no_sync"),
+        (entry, TypeError, r"class of Mine cannot be changed .*'name'.*: wrap the module"),
         ("net", TypeError, r"module must be a torch.nn.Module, got str"),
         (nn.Tanh(), RuntimeError, "doesn't have any parameter"),
     ]
@@ -361,8 +394,9 @@ def test_modules_that_cannot_be_replicated_are_named_and_not_changed() -> None:
         replicate(seeded(), mixed_precision=object())
     with pytest.raises(ValueError, match="'0' is already replicated in place"):
         DistributedDataParallel(nn.ModuleList([whole]))
-    with pytest.raises(TypeError, match="Encoder is not replicated"):
-        ddp(seeded())
+    for plain in seeded(), whole[:1]:
+        with pytest.raises(TypeError, match=f"{type(plain).__name__} is not replicated"):
+            ddp(plain)
 
 
 # The line of a backward

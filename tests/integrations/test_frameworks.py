@@ -79,34 +79,28 @@ def test_a_model_that_is_not_wrapped_is_named() -> None:
 class Accelerator:
     """As the class of Accelerate, it looks up torch's class when it wraps."""
 
-    def __init__(self) -> None:
-        self._models: list[Any] = []
+    _models: tuple[Any, ...] = ()
 
-    def prepare_model(self, model: Any, *, fail: bool = False) -> Any:
-        if fail:
-            raise RuntimeError("no such device")
+    def prepare_model(self, error: Exception | None = None) -> Any:
+        if error is not None:
+            raise error
         return torch.nn.parallel.DistributedDataParallel
 
 
-def test_an_accelerator_finds_our_class_and_no_other_does() -> None:
+def test_only_a_fresh_accelerator_finds_our_class() -> None:
     stock = torch.nn.parallel.DistributedDataParallel
     accelerator, other = Accelerator(), Accelerator()
     assert use_tritonddp(accelerator) is accelerator
-    assert accelerator.prepare_model(None) is DistributedDataParallel
-    assert other.prepare_model(None) is stock
-    with pytest.raises(RuntimeError, match="no such device"):
-        accelerator.prepare_model(None, fail=True)
+    assert accelerator.prepare_model() is DistributedDataParallel
+    assert other.prepare_model() is stock
+    with pytest.raises(ZeroDivisionError):
+        accelerator.prepare_model(ZeroDivisionError())
     assert torch.nn.parallel.DistributedDataParallel is stock
-
-
-def test_an_object_that_is_not_a_fresh_accelerator_is_refused() -> None:
+    other._models = (stock.__new__(stock),)
+    with pytest.raises(RuntimeError, match=r"call use_tritonddp\(\) before prepare\(\)"):
+        use_tritonddp(other)
     with pytest.raises(TypeError, match=r"got Linear. A Trainer of transformers holds one in \."):
         use_tritonddp(torch.nn.Linear(1, 1))
-    accelerator = Accelerator()
-    stock = torch.nn.parallel.DistributedDataParallel
-    accelerator._models.append(stock.__new__(stock))
-    with pytest.raises(RuntimeError, match=r"call use_tritonddp\(\) before prepare\(\)"):
-        use_tritonddp(accelerator)
 
 
 @pytest.mark.quick

@@ -24,7 +24,7 @@ USR1, USR2, TERM, INT = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.S
 
 @pytest.fixture
 def asked() -> Iterator[mock.Mock]:
-    """``request_stop()`` of a wrapper. In the end all handlers must be the same as before."""
+    """``request_stop()`` of a wrapper. The test must restore all handlers."""
     before = {each: signal.getsignal(each) for each in (USR1, USR2, TERM, INT)}
     state = mock.Mock()
     gc.collect()  # wrappers of other tests
@@ -84,30 +84,25 @@ def test_a_later_handler_that_calls_ours_stays(asked: mock.Mock, calls: list[str
     assert calls == ["later", "later", "former"]
 
 
-@pytest.mark.parametrize("number", [INT, signal.SIGWINCH])
-def test_a_signal_that_did_nothing_does_nothing_the_second_time(
-    number: int, asked: mock.Mock
-) -> None:
-    before = signal.signal(number, signal.SIG_IGN if number == INT else signal.SIG_DFL)
-    ours = tritonddp.stop_on_signal(number)
-    for _ in range(3):
-        signal.raise_signal(number)
-    assert asked.call_count == 1
-    signal.signal(number, before)
-    ours.remove()
+def test_a_signal_that_did_nothing_does_nothing_the_second_time(asked: mock.Mock) -> None:
+    for number, former in (INT, signal.SIG_IGN), (signal.SIGWINCH, signal.SIG_DFL):
+        asked.reset_mock()
+        before = signal.signal(number, former)
+        with tritonddp.stop_on_signal(number):
+            for _ in range(3):
+                signal.raise_signal(number)
+        assert asked.call_count == 1
+        signal.signal(number, before)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "error", "text"),
-    [
+def test_a_wrong_signal_is_an_error_and_changes_nothing(asked: mock.Mock) -> None:
+    for numbers, error, text in (
         (["SIGTERM"], TypeError, "should be a number such as signal.SIGTERM, got 'SIGTERM'"),
         ([USR1, 4000], ValueError, "there is no signal 4000"),
         ([signal.SIGSEGV], ValueError, "cannot continue after SIGSEGV: use another signal"),
-    ],
-)
-def test_a_wrong_signal_is_an_error_and_changes_nothing(numbers, error, text, asked):
-    with pytest.raises(error, match=text):
-        tritonddp.stop_on_signal(*numbers)
+    ):
+        with pytest.raises(error, match=text):
+            tritonddp.stop_on_signal(*numbers)
 
 
 def test_another_thread_gets_an_error_that_names_the_remedy(asked: mock.Mock) -> None:
@@ -162,13 +157,8 @@ class Data(torch.utils.data.Dataset):
             signal.raise_signal(signal.SIGUSR1)
         return number
 
-def is_alive(process):
-    process.join(100)
-    return process.is_alive()
-
-def play(number, method, is_persistent, is_before):
-    options = {"multiprocessing_context": method, "persistent_workers": is_persistent}
-    loader = DataLoader(Data(), None, num_workers=2, **options)
+def play(number, method, is_before):
+    loader = DataLoader(Data(), None, num_workers=2, multiprocessing_context=method)
     iterator = iter(loader) if is_before else None
     with tritonddp.stop_on_signal(number):
         iterator = iterator or iter(loader)
@@ -178,11 +168,11 @@ def play(number, method, is_persistent, is_before):
                 os.killpg(os.getpgrp(), number)
             seen.append(each)
         asked = len(DDPState.stop_requests)
-        if is_persistent:
-            seen += iter(loader)
-    is_complete = sorted(seen) == sorted([*range(24)] * (1 + is_persistent))
     del iterator, loader, each
-    print(method, is_complete, asked, [is_alive(process) for process in workers], flush=True)
+    for process in workers:
+        process.join(100)
+    ended = [process.exitcode is not None for process in workers]
+    print(method, sorted(seen) == [*range(24)], asked, ended, flush=True)
 
 if __name__ == "__main__":
     loop = torch.utils.data._utils.worker._worker_loop
@@ -203,14 +193,14 @@ def shielded(folder: Path, *cases: Any, words: str = "") -> subprocess.Completed
     return played(SHIELDED, folder, numbered, *words.split())
 
 
-FORKED = [(TERM, "fork", False, False), (TERM, "fork", True, True), (USR1, "fork", False, True)]
-SPAWNED = [(TERM, "spawn", True, False)]
+FORKED = [(TERM, "fork", False), (TERM, "fork", True), (USR1, "fork", True)]
+SPAWNED = [(TERM, "spawn", False)]
 
 
 @pytest.mark.parametrize("cases", [pytest.param(FORKED, marks=pytest.mark.quick), SPAWNED])
 def test_a_signal_to_the_group_does_not_end_the_workers_of_loaders(cases, tmp_path):
     done = shielded(tmp_path, *cases)
-    expected = [f"{method} True 1 [False, False]" for _, method, *_ in cases]
+    expected = [f"{method} True 1 [True, True]" for _, method, _ in cases]
     assert done.stdout.splitlines() == expected, done.stderr[-3000:]
     assert "already running" not in done.stderr
 
@@ -218,8 +208,8 @@ def test_a_signal_to_the_group_does_not_end_the_workers_of_loaders(cases, tmp_pa
 @pytest.mark.long
 def test_workers_that_cannot_be_shielded_are_named(tmp_path: Path) -> None:
     """SIGWINCH ends no process."""
-    done = shielded(tmp_path, (signal.SIGWINCH, "spawn", False, True))
-    assert "spawn True 1 [False, False]" in done.stdout, done.stderr[-3000:]
+    done = shielded(tmp_path, (signal.SIGWINCH, "spawn", True))
+    assert "spawn True 1 [True, True]" in done.stdout, done.stderr[-3000:]
     assert re.search(
         r"will end DataLoader workers.* already running \(processes \d+, \d+\): enter", done.stderr
     )
@@ -244,9 +234,9 @@ def test_a_handler_that_cannot_be_set_or_restored_is_refused(asked, monkeypatch)
 
 
 def test_workers_end_with_their_parent_and_survive_a_signal_to_them(tmp_path: Path) -> None:
-    done = shielded(tmp_path, (USR1, "fork", False, False), words="individually killed")
+    done = shielded(tmp_path, (USR1, "fork", False), words="individually killed")
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     first, pids = done.stdout.splitlines()
-    assert first == "fork True 1 [False, False]"
+    assert first == "fork True 1 [True, True]"
     while any(Path(f"/proc/{pid}").exists() for pid in pids.split()):
         time.sleep(0.1)  # torch's loop looks each 5 seconds

@@ -72,16 +72,15 @@ def layers() -> Layers:
     return Layers("0123", 6)
 
 
-def serve(x: Tensor) -> Tensor:
-    """Runs on the worker that does not train."""
-    return _served(x)
-
-
 _served = nn.Linear(6, 6)
 
 
+def serve(x: Tensor) -> Tensor:
+    """The layer of the worker that does not train."""
+    return _served(x)
+
+
 def input_of(x: Tensor) -> Tensor:
-    """The output of a layer on the worker that does not train."""
     return rpc.rpc_sync("worker2", serve, (x,))
 
 
@@ -238,30 +237,29 @@ def test_unsupported_features_in_a_context_are_errors_that_name_them(group: Any)
     with dist_autograd.context(), ddp.weighted(3), error:
         ddp(batch(0))
     # The alternative that the error names.
-    rank = dist.get_rank()
-    with dist_autograd.context() as context, ddp.weighted(1 + 2 * rank):
+    with dist_autograd.context() as context, ddp.weighted(1 + 2 * dist.get_rank()):
         dist_autograd.backward(context, [loss_of(ddp.module(batch(0)))])
         mine = gradients_in(context, ddp.module)
         means = ddp.reduce_gradients(mine)
         both = [torch.empty(8, 6) for _ in range(2)]
         dist.all_gather(both, mine["0.weight"], group=group)
         torch.testing.assert_close(means["0.weight"], (both[0] + 3 * both[1]) / 4)
-    with dist_autograd.context() as context:
+    manual = "require_manual_backward_finalization"
+    features: dict[str, Callable[[Any], Any]] = {
+        "communication hook": lambda ddp: ddp.register_comm_hook(None, lambda _, bucket: None),
+        manual: lambda ddp: setattr(ddp, manual, True),
+        "optimizer": lambda ddp: _apply_optimizer_in_backward(
+            torch.optim.SGD, ddp.parameters(), {"lr": 0.1}
+        ),
+    }
+    for name, use in features.items():
         ddp = wrapped()
-        ddp.register_comm_hook(None, lambda _, bucket: None)
-        with pytest.raises(RuntimeError, match="communication hook"):
+        use(ddp)
+        with dist_autograd.context(), pytest.raises(RuntimeError, match=name):
             ddp(batch(0))
-        ddp = wrapped()
-        ddp.require_manual_backward_finalization = True
-        with pytest.raises(RuntimeError, match="require_manual_backward_finalization"):
-            ddp(batch(0))
-        ddp = wrapped()
-        _apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": 0.1})
-        with pytest.raises(RuntimeError, match="optimizer"):
-            ddp(batch(0))
-        ddp = wrapped()
-        with pytest.raises(RuntimeError, match="remove join"), ddp.join():
-            ddp(batch(0))
+    ddp = wrapped()
+    with dist_autograd.context(), pytest.raises(RuntimeError, match="remove join"), ddp.join():
+        ddp(batch(0))
     # The backward must run in the context of the forward.
     ddp = wrapped()
     with dist_autograd.context() as outer:

@@ -102,72 +102,59 @@ def test_a_backward_in_a_callback_at_the_end_of_a_backward_adds_to_its_means() -
 
 
 @contextlib.contextmanager
-def unreduced() -> Iterator[list[str]]:
-    """Context: return the warnings about gradients that are not averaged."""
-    lines: list[str] = []
+def warns(*parts: str) -> Iterator[None]:
+    """Context: one warning with these texts, if any, about gradients that are not averaged."""
     with logged(logging.WARNING) as found:
-        yield lines
-    lines += [line for line in found.lines("unreduced") if "not averaged" in line]
+        yield
+    lines = [line for line in found.lines("unreduced") if "not averaged" in line]
+    assert len(lines) == bool(parts)
+    for part in parts:
+        assert part in lines[0]
 
 
 @ranks(2)
 def test_local_gradients_are_named_once_when_an_optimizer_finds_them() -> None:
     ddp, optimizer = with_optimizer()
-    with unreduced() as lines:
+    with warns("rank", "step", "an optimizer", "'first.weight'", "reduce_gradients()"):
         for _ in range(3):
             optimizer.zero_grad()
             ddp.module(filled(2, 4)).sum().backward()
             nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
             optimizer.step()
-    assert len(lines) == 1
-    for part in ("rank", "step", "an optimizer", "'first.weight'", "reduce_gradients()"):
-        assert part in lines[0]
 
 
 @ranks(2)
 def test_local_gradients_are_named_when_the_next_reduced_backward_finds_them() -> None:
     ddp = DistributedDataParallel(net())
-    with unreduced() as lines:
+    with warns("a reduced backward"):
         ddp.module(filled(2, 4)).sum().backward()
         ddp(filled(2, 4)).sum().backward()
-    assert len(lines) == 1
-    assert "a reduced backward" in lines[0]
 
 
 @ranks(2)
 def test_a_backward_inside_no_sync_alone_is_named_when_an_optimizer_finds_its_gradients() -> None:
-    """Stock reduces it, as its forward ran outside. Followed by a reduced one it is right here."""
+    """Stock reduces it, because its forward ran outside. Here, a reduced one must follow."""
     ddp, optimizer = with_optimizer()
-    with unreduced() as lines:
-        for _ in range(2):
-            loss = ddp(filled(2, 4)).sum()
-            with ddp.no_sync():
-                loss.backward()
-            ddp(filled(2, 4)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert not lines
-    with unreduced() as lines:
-        for _ in range(2):
-            loss = ddp(filled(2, 4)).sum()
-            with ddp.no_sync():
-                loss.backward()
-            optimizer.step()
-    assert len(lines) == 1
-    assert "inside no_sync()" in lines[0]
+    for follows in True, False:
+        with warns() if follows else warns("inside no_sync()"):
+            for _ in range(2):
+                loss = ddp(filled(2, 4)).sum()
+                with ddp.no_sync():
+                    loss.backward()
+                if follows:
+                    ddp(filled(2, 4)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 @ranks(2)
-def test_microbatches_behind_the_reduced_one_are_named_when_an_optimizer_steps() -> None:
+def test_microbatches_after_the_reduced_one_are_named_when_an_optimizer_steps() -> None:
     """The first of each window is reduced instead of the last: ranks differ, as under stock DDP."""
     ddp, optimizer = with_optimizer()
-    with unreduced() as lines:
+    with warns("added to averaged gradients", "outside no_sync()"):
         for number in range(8):
             with contextlib.nullcontext() if number % 4 == 0 else ddp.no_sync():
                 ddp(filled(2, 4)).sum().backward()
             if number % 4 == 3:
                 optimizer.step()
                 optimizer.zero_grad()
-    (line,) = lines
-    assert "added to averaged gradients" in line
-    assert "outside no_sync()" in line

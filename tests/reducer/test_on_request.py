@@ -4,53 +4,39 @@
 """
 
 import logging
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import ranks, recorded_collectives
 from logged import logged
 from modules import OnDemand
 from torch import nn
-from training import assert_close, gradients, means
+from training import assert_close, drawn, filled, gradients, means
 
 from tritonddp import DistributedDataParallel
 
 
-def wrapped(view: bool = False, **options: object) -> tuple[DistributedDataParallel, torch.Tensor]:
+def wrapped() -> tuple[DistributedDataParallel, torch.Tensor]:
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(
-        OnDemand(width=30).double(), gradient_as_bucket_view=view, **options
-    )
-    torch.manual_seed(dist.get_rank())
-    return ddp, torch.randn(4, 3, dtype=torch.float64)
+    return DistributedDataParallel(OnDemand(width=30).double()), drawn(4, 3, dtype=torch.float64)
 
 
 @ranks(2)
 def test_invalid_requests_are_refused_before_a_collective() -> None:
     ddp, x = wrapped()
-    params = list(ddp.parameters())
-    wrong = torch.ones(7)
+    params, wrong = list(ddp.parameters()), torch.ones(7)
+    cases: list[tuple[Any, str, Any, Any]] = [
+        (ValueError, "got 7 gradients, but the module has 8 trainable", [None] * 7, None),
+        (ValueError, r"'first.weight' should match .* \(30, 3\)", {"first.weight": wrong}, None),
+        (TypeError, r"'first.weight' should be a tensor, got 3", [3] + [None] * 7, None),
+        (TypeError, "", "text", None),
+        ((TypeError, ValueError), "", [params[0]], [None]),
+        (ValueError, r"no\.such", {"no.such": wrong}, None),
+        (ValueError, "pass the gradients too", None, params),
+    ]
     with recorded_collectives() as calls:
-        for error, text, grads, of in (
-            (
-                ValueError,
-                "got 7 gradients, but the module has 8 trainable parameters",
-                [None] * 7,
-                None,
-            ),
-            (
-                ValueError,
-                r"'first.weight' should match .* \(30, 3\)",
-                {"first.weight": wrong},
-                None,
-            ),
-            (TypeError, r"'first.weight' should be a tensor, got 3", [3] + [None] * 7, None),
-            (TypeError, "", "text", None),
-            ((TypeError, ValueError), "", [params[0]], [None]),
-            (ValueError, r"no\.such", {"no.such": wrong}, None),
-            (ValueError, "pass the gradients too", None, params),
-        ):
+        for error, text, grads, of in cases:
             with pytest.raises(error, match=text):
                 ddp.reduce_gradients(grads, of)
         with ddp.weighted(1), ddp.no_sync():
@@ -96,7 +82,7 @@ def test_requests_are_not_compressed_and_the_log_mentions_it_once() -> None:
     with logged(logging.WARNING) as kept:
         for _ in range(2):
             for param in ddp.parameters():
-                param.grad = torch.full_like(param, 0.1 + dist.get_rank())
+                param.grad = 0.1 * filled(*param.shape)
             expected = means(gradients(ddp))
             ddp.reduce_gradients()
             assert_close(gradients(ddp), expected)
