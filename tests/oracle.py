@@ -169,12 +169,8 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def assert_mean(ddp: nn.Module, alone: Sequence[nn.Module], what: str) -> None:
-    """``ddp`` has the means of the gradients of ``alone``, which are then replaced by the means.
-
-    Values are equal up to rounding. Layouts are equal.
-    """
-    expected = mean_over_ranks(alone)
+def assert_gradients(ddp: nn.Module, expected: Sequence[Tensor | None], what: str) -> None:
+    """Each gradient has the expected value, up to rounding, and layout."""
     for (name, param), mean in zip(ddp.named_parameters(), expected, strict=True):
         where = f"{what}: gradient of {name} on rank {dist.get_rank()}"
         if mean is None:
@@ -192,6 +188,12 @@ def assert_mean(ddp: nn.Module, alone: Sequence[nn.Module], what: str) -> None:
             atol=tolerance * max(1.0, float(mean.abs().max()) if mean.numel() else 0.0),
             msg=lambda text, where=where: f"{where}: {text}",
         )
+
+
+def assert_mean(ddp: nn.Module, alone: Sequence[nn.Module], what: str) -> None:
+    """``ddp`` has the means of the gradients of ``alone``, whose gradients are then replaced."""
+    expected = mean_over_ranks(alone)
+    assert_gradients(ddp, expected, what)
     assert_same_on_all_ranks([param.grad for param in ddp.parameters()], what)
     adopt(alone, expected)
 
