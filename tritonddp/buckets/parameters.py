@@ -180,8 +180,9 @@ class ModuleParameters:
     def set_bucketed(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
         """Record that these parameters, and no others, are in buckets now."""
         known = dict(zip(self._bucketed, self._tensors, strict=True))
-        self._bucketed = dict(zip(params, names, strict=True))
-        self._tensors = array("Q", [known.get(each, tensor_behind(each)) for each in params])
+        tensors = array("Q", [known.get(each, tensor_behind(each)) for each in params])
+        bucketed = dict(zip(params, names, strict=True))
+        self._bucketed, self._tensors = bucketed, tensors  # together, in spite of an interrupt
         self._kinds = _Kinds(params)
         self._sort()
 

@@ -338,8 +338,8 @@ class Agreement:
         self.all_broke_off = len(broken) == size
         if broken and sources[rank] is not GradSource.BROKEN:
             logger.warning(
-                "%s: the backward of %s failed. Gradients are NaN in this step: skip the optimizer "
-                "step on all ranks",
+                "%s: the backward of %s failed. Gradients are NaN in this step: discard them on "
+                "all ranks",
                 where,
                 " and ".join(broken),
             )

@@ -294,8 +294,9 @@ class ZeroRedundancyOptimizer(Optimizer):
             raise RuntimeError(
                 f"Optimizer state has not been consolidated on this rank ({self._group.rank}). "
                 "Call `consolidate_state_dict(to=rank)` on all ranks, then `state_dict()` on that "
-                "rank. Instead of torch.distributed.checkpoint.state_dict, which needs the full "
-                "state on all ranks, pass the result to torch.distributed.checkpoint.save()"
+                "rank. Do not use torch.distributed.checkpoint.state_dict, which needs the full "
+                "state on all ranks: put the result into what all ranks pass to "
+                "torch.distributed.checkpoint.save()"
             )
         return dict(self._consolidated)
 

@@ -61,11 +61,10 @@ class Plan:
     skipped: int  # untimed steps at the start of a block, with the other contender's data in caches
     pairs: int  # number of pairs of blocks
 
-    @property
-    def least_steps(self) -> int:
-        """Number of steps that a script needs for the fewest pairs of blocks."""
+    def steps_of(self, pairs: int) -> int:
+        """Return the number of steps that a script needs for ``pairs`` of blocks."""
         # See Launches._warm_up() and Launches._probe().
-        return LEAST_WARMUP + 2 * self.warmup + 2 + _LEAST_PAIRS * (self.skipped + self.block)
+        return LEAST_WARMUP + 2 * self.warmup + 2 + pairs * (self.skipped + self.block)
 
     @classmethod
     def of(cls, seconds: float) -> Plan:
@@ -220,8 +219,8 @@ class Launches:
         least = _LEAST_PAIRS if time.monotonic() < began + _LONG_LAUNCH else 2
         if min(len(first.blocks), len(second.blocks)) < least:
             shown = Pair(first, second, None) if first.captures and second.captures else None
-            needed = f", which need {self.plan.least_steps}" if self.plan is not None else ""
-            raise _NotInTurns(f"the script has too few steps for alternating blocks{needed}", shown)
+            needs = f" (it needs {self.plan.steps_of(least)})" if self.plan is not None else ""
+            raise _NotInTurns(f"the script has too few steps for alternating blocks{needs}", shown)
         return Pair(first, second, Launch.of(first.blocks, second.blocks))
 
     def _warm_up(self, contenders: Sequence[Contender]) -> None:

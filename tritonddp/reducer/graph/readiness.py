@@ -306,9 +306,9 @@ class ReadyTracker:
                 f"became ready after its bucket {bucket.index} had been flattened or skipped. "
                 "Either it comes from an inner backward (torch.utils.checkpoint with "
                 "use_reentrant=True) for the first time, or the unused parameter was converted to "
-                "another dtype or device and back. Discard the gradients of this step and continue "
-                "training: tritonddp waits for this gradient from the next step on. To avoid the "
-                "error, use use_reentrant=False."
+                "another dtype or device and back. Discard the gradients of this step on all ranks "
+                "and continue training: tritonddp waits for this gradient from the next step on. "
+                "For checkpoints, use_reentrant=False avoids this error."
             )
 
     def learn(self) -> None:
