@@ -61,7 +61,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VEN
 # The same for large installations: print pip's last line of output every ten seconds.
 LOG := $(VENV)/pip.log
 PIP_ALOUD = (s=0; while sleep 1 && kill -0 $$$$ 2>/dev/null; do s=$$((s + 1)); test $$((s % 10)) != 0 || \
-	echo "[$$s s] pip: $$(grep -vi uninstall $(LOG) | tail -n 1 | cut -c 1-100)"; done) & >$(LOG) $(subst --quiet,--progress-bar off,$(PIP))
+	echo "[$$s s] pip: $$(grep -viE "uninstall|existing" $(LOG) | tail -n 1 | cut -c 1-100)"; done) & >$(LOG) $(subst --quiet,--progress-bar off,$(PIP))
 
 .PHONY: demo evidence test test-all test-ci test-faults test-clients soak lint bench figures bench-compare coverage tests-of gpu gpu-rehearsal docs report notebook dist test-dist check-tag clean
 .DELETE_ON_ERROR:

@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     several = "number of ranks, as for torchrun (default: %(default)s)"
     add("--nproc-per-node", "--nproc_per_node", type=ranks, default=RANKS, help=several)
-    seconds = "total seconds, counted from the first start of the script (default: %(default)s)"
+    seconds = (
+        "start no more launches S seconds after the first model is wrapped (default: %(default)s)"
+    )
     add("--seconds", type=whole(0), default=120, metavar="S", help=seconds)
     within = "stop when the ratio is known to within this many percent (default: %(default)s)"
     add("--within", type=whole(1), default=2, metavar="P", help=within)
@@ -101,8 +103,8 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
     if not arguments.keep_files:
         progress.say(
             "files that the script saves with torch.save, safetensors or "
-            "torch.distributed.checkpoint go to a scratch folder; your files are unchanged "
-            "(disable with --keep-files)"
+            "torch.distributed.checkpoint go to a scratch folder (disable with --keep-files); files "
+            "that the script opens itself are written to their usual paths"
         )
     # It imports torch while the script starts, so that this takes no extra time.
     loading = Thread(target=import_module, args=("tritonddp.cli.comparison.page",))

@@ -183,7 +183,7 @@ class Comparison:
         peaks = [Launch(a.peak_bytes, b.peak_bytes) for a, b in both if a.peak_bytes]
         rows.append(Row.of("backwards per step", counts))
         rows.append(Row.of("peak memory, MiB", peaks, 2**20))
-        return [row for row in rows if steps or row.ratio is not None]
+        return [row for row in rows if row.first is not None]
 
     @property
     def table(self) -> list[tuple[str, ...]]:
