@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several = "number of ranks, as for torchrun (default: %(default)s)"
     add("--nproc-per-node", "--nproc_per_node", type=ranks, default=RANKS, help=several)
     seconds = (
-        "start no more launches S seconds after the first model is wrapped (default: %(default)s)"
+        "last launch at most S seconds after the first model is wrapped (default: %(default)s)"
     )
     add("--seconds", type=whole(0), default=120, metavar="S", help=seconds)
     within = "stop when the ratio is known to within this many percent (default: %(default)s)"
@@ -103,8 +103,8 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
     if not arguments.keep_files:
         progress.say(
             "files that the script saves with torch.save, safetensors or "
-            "torch.distributed.checkpoint go to a scratch folder (disable with --keep-files); files "
-            "that the script opens itself are written to their usual paths"
+            "torch.distributed.checkpoint go to a scratch folder (disable with --keep-files); "
+            "files that it opens itself are written to their usual paths"
         )
     # It imports torch while the script starts, so that this takes no extra time.
     loading = Thread(target=import_module, args=("tritonddp.cli.comparison.page",))
