@@ -36,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     several = "number of ranks, as for torchrun (default: %(default)s)"
     add("--nproc-per-node", "--nproc_per_node", type=ranks, default=RANKS, help=several)
-    seconds = (
-        "last launch at most S seconds after the first model is wrapped (default: %(default)s)"
-    )
+    seconds = "start no launch more than S seconds after the first wrapping (default: %(default)s)"
     add("--seconds", type=whole(0), default=120, metavar="S", help=seconds)
     within = "stop when the ratio is known to within this many percent (default: %(default)s)"
     add("--within", type=whole(1), default=2, metavar="P", help=within)
