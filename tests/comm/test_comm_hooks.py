@@ -146,7 +146,8 @@ def test_reduce_gradients_does_not_call_the_hook(rank: int) -> None:
 @ranks(2, views=True)
 def test_the_bucket_that_a_hook_gets(rank: int, view: bool) -> None:
     """Gradients are row-major for all strides; complex ones are complex or pairs of reals."""
-    model = OURS(Mixed(), bucket_cap_mb=1.0, gradient_as_bucket_view=view)
+    alone, model = Mixed(), OURS(Mixed(), bucket_cap_mb=1.0, gradient_as_bucket_view=view)
+    local = dict(zip(model.parameters(), alone.parameters(), strict=True))
     seen: list[GradBucket] = []
     expected: dict[Tensor, Tensor] = {}
 
@@ -157,7 +158,7 @@ def test_the_bucket_that_a_hook_gets(rank: int, view: bool) -> None:
         assert bucket.buffer().shape == (elements,)
         for gradient, param in zip(bucket.gradients(), bucket.parameters(), strict=True):
             # Before a hook, the bucket has the gradients of this rank.
-            own = torch.zeros_like(param) if param.grad is None else param.grad
+            own = torch.zeros_like(param) if local[param].grad is None else local[param].grad
             torch.testing.assert_close(gradient, own, rtol=0, atol=0)
             assert gradient.is_contiguous()
             expected[param] = own + (1 + 1j if param.is_complex() else 1)
@@ -170,7 +171,9 @@ def test_the_bucket_that_a_hook_gets(rank: int, view: bool) -> None:
     model.register_comm_hook("state", add_one)
     for _ in range(2):
         seen.clear()
-        train_step(model, torch.randn(3, 2, 5, 5) + rank, loss=torch.sum)
+        inputs = torch.randn(3, 2, 5, 5) + rank
+        for each in (alone, model):
+            train_step(each, inputs, loss=torch.sum)
         assert [bucket.index() for bucket in seen] == list(range(len(model.reducer.buckets)))
         assert [bucket.is_last() for bucket in seen] == [False] * (len(seen) - 1) + [True]
         for param, grad in expected.items():

@@ -22,11 +22,30 @@ _FAR_BEHIND = 3  # steps
 def patched(recorder: Recorder) -> Iterator[None]:
     """Context: ``torch.cuda`` has one device, which ``recorder`` records."""
 
-    def stream_of(_: Any = None, stream_id: int | None = None, **options: Any) -> Timeline:
-        """See ``torch.cuda.Stream``: a new stream, or the stream with this number."""
-        if stream_id is None:
-            return recorder.new_stream("side stream")
-        return next(each for each in recorder.streams if each.stream_id == stream_id)
+    class Stream:
+        """See ``torch.cuda.Stream``. Several objects of one stream are equal."""
+
+        def __init__(
+            self,
+            device: Any = None,
+            priority: int = 0,
+            *,
+            stream_id: int | None = None,
+            timeline: Timeline | None = None,
+            **_: Any,
+        ) -> None:
+            if stream_id is not None:
+                (timeline,) = (each for each in recorder.streams if each.stream_id == stream_id)
+            self.timeline = timeline or recorder.new_stream("side stream")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.timeline, name)
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Stream) and other.timeline is self.timeline
+
+        def __hash__(self) -> int:
+            return hash(self.timeline)
 
     class Event:
         """See ``torch.cuda.Event``."""
@@ -37,13 +56,13 @@ def patched(recorder: Recorder) -> Iterator[None]:
             self.at = 0.0
             self.step = 0
 
-        def record(self, stream: Timeline | None = None) -> None:
-            stream = stream or recorder.current
-            recorder.run(stream, "event")
-            self.clock, self.at = dict(stream.clock), time.perf_counter()
+        def record(self, stream: Stream | None = None) -> None:
+            timeline = stream.timeline if stream else recorder.current
+            recorder.run(timeline, "event")
+            self.clock, self.at = dict(timeline.clock), time.perf_counter()
             self.step = recorder.steps
 
-        def wait(self, stream: Timeline | None = None) -> None:
+        def wait(self, stream: Stream | None = None) -> None:
             (stream or recorder.current).wait_event(self)
 
         def synchronize(self) -> None:
@@ -96,8 +115,9 @@ def patched(recorder: Recorder) -> Iterator[None]:
                 if recorder.live.get(key) is memory:
                     ctypes.memmove(memory.address, content, len(content))
 
-    def stream(chosen: Timeline | None) -> Any:
-        return mock.patch.object(recorder, "current", chosen or recorder.current)
+    def stream(chosen: Stream | None) -> Any:
+        timeline = chosen.timeline if chosen else recorder.current
+        return mock.patch.object(recorder, "current", timeline)
 
     def synchronize(device: Any = None) -> None:
         clock = {each: each.now for each in recorder.streams}
@@ -116,7 +136,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
         L2_cache_size=2**12,  # smaller than most inputs of benchmarks
     )
     fakes = {
-        "Stream": stream_of,
+        "Stream": Stream,
         "Event": Event,
         "CUDAGraph": CUDAGraph,
         "graph": graph,
@@ -128,8 +148,8 @@ def patched(recorder: Recorder) -> Iterator[None]:
         "max_memory_allocated": lambda device=None: recorder.peak,
         "reset_peak_memory_stats": reset_peak,
         "set_device": lambda device: None,
-        "current_stream": lambda device=None: recorder.current,
-        "default_stream": lambda device=None: recorder.default,
+        "current_stream": lambda device=None: Stream(timeline=recorder.current),
+        "default_stream": lambda device=None: Stream(timeline=recorder.default),
         "is_available": lambda: True,
         "host_memory_stats": lambda: {"num_host_alloc": 0},
         "current_device": lambda: 0,

@@ -350,7 +350,7 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
     )
 
     def record_stream(tensor: Tensor, stream: Any) -> None:
-        device.guard([tensor], stream)
+        device.guard([tensor], stream.timeline)
 
     def metadata(tensor: Tensor) -> dict[str, Any]:
         # Checkpoints compare it inside operations, which no mode sees, and outside of them.

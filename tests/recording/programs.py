@@ -35,6 +35,8 @@ class Net(nn.Module):
         self.table = nn.Embedding(10, 8, sparse=True) if "sparse" in more else None
         mix = torch.randn(8, 8, dtype=torch.complex64)
         self.mix = nn.Parameter(mix) if "complex" in more else None
+        if "grad_dtype" in more:
+            self.second.weight.grad_dtype = torch.float64
         # Large enough to be quantized.
         wide = nn.Sequential(nn.Linear(8, 160), nn.Linear(160, 8))
         self.wide = wide if "wide" in more else nn.Identity()
@@ -132,6 +134,8 @@ PROGRAMS = {
     "sharded optimizer": Program(prepare=_with_sharded_optimizer, after=_stepped),
     "sparse": Program(more="sparse"),
     "complex": Program(more="complex"),
+    "gradients of another dtype": Program(more="grad_dtype"),
+    "views of another dtype": Program(_VIEWS, more="grad_dtype"),
     "reduce_gradients": Program(
         around=lambda net: net.no_sync(), after=lambda net: net.reduce_gradients()
     ),

@@ -37,7 +37,7 @@ _PASSED = (
 
 
 class Timeline:
-    """A stream, with the methods of ``torch.cuda.Stream``, or the host."""
+    """A stream, with the methods of its ``torch.cuda.Stream`` objects, or the host."""
 
     _numbers = itertools.count(1)
     device, device_index, device_type = DEVICE, 0, CUDA
@@ -45,7 +45,7 @@ class Timeline:
     def __init__(self, name: str, recorder: Recorder) -> None:
         self.name = name
         self.recorder = recorder
-        self.stream_id = self.cuda_stream = next(self._numbers)
+        self.stream_id, self.cuda_stream = next(self._numbers), next(self._numbers)
         self.now = 0
         self.clock: dict[Timeline, int] = {self: 0}
 

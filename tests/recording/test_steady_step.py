@@ -88,6 +88,16 @@ def test_a_steady_step_waits_for_the_last_headers_only_and_has_no_race(name: str
     assert not played.compiled_late, "a rank compiles while the other ranks wait for it"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in STEADY])
+@ranks(2, interprets=True)
+def test_another_program_has_no_race_and_compiles_no_kernel_late(name: str) -> None:
+    played = play(PROGRAMS[name])
+    assert not played.recorder.races, played.recorder.report()
+    assert played.compiled
+    assert not played.compiled_late, "a rank compiles while the other ranks wait for it"
+
+
 @pytest.mark.parametrize("moves", [False, True], ids=["steady", "moved"])
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
 @ranks(2, interprets=True)
