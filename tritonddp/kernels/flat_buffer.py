@@ -50,11 +50,6 @@ def shared(values: Iterable[T]) -> list[T]:
     return [known.setdefault(value, value) for value in values]
 
 
-def addresses_of(tensors: Iterable[Tensor]) -> array[int]:
-    """Return the addresses, in 8 bytes each."""
-    return array("q", list(map(Tensor.data_ptr, tensors)))
-
-
 @dataclass(frozen=True)
 class Layout:
     """Position of each gradient in the flat buffer, and of the trailer.
@@ -211,7 +206,8 @@ class FlatBuffer:
         self.flags = self.trailer[: len(layout.numels)]
         self.headers = self.trailer[len(layout.numels) :]
         self.views: list[Tensor] = list(map(self.tensor_at, range(len(layout.numels))))
-        self.addresses = addresses_of(self.views)  # last known addresses
+        # The last known addresses; a list would take 40 bytes for each.
+        self.addresses = array("q", list(map(Tensor.data_ptr, self.views)))
 
     @property
     def memory(self) -> list[Tensor]:
@@ -240,7 +236,7 @@ class FlatBuffer:
             is_elsewhere = view.numel() and view.data_ptr() != self.data.data_ptr() + offset
             if is_elsewhere and view.shape == self.layout.shapes[slot]:
                 view.data = self.tensor_at(slot).copy_(view)
-        self.addresses = addresses_of(self.views)
+        self.addresses = array("q", list(map(Tensor.data_ptr, self.views)))
 
     def part(self, first: int, last: int) -> Any:
         """Return slots ``[first, last)`` as a separate flat buffer in the same storage."""

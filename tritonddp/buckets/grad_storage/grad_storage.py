@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 from types import NoneType
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tritonddp._device import record_use
-from tritonddp.kernels.flat_buffer import Layout, addresses_of
+from tritonddp.kernels.flat_buffer import Layout
 
 if TYPE_CHECKING:
     from tritonddp.buckets.bucket import Bucket, Segment
@@ -91,8 +92,10 @@ class GradStorage:
         bucket.counters.flattens += 1
         views = self.views_of(bucket)[first:last]
         # Code that sets .data of a gradient (module.to(), for example) has moved the view itself.
-        if views and addresses_of(views) != bucket.flat.addresses[first:last]:
-            bucket.flat.restore_views()
+        if views:
+            addresses = array("q", list(map(Tensor.data_ptr, views)))
+            if addresses != bucket.flat.addresses[first:last]:
+                bucket.flat.restore_views()
         if False in used:
             for slot, flag in enumerate(used):
                 if grads[slot] is not None and not flag:

@@ -23,6 +23,7 @@ and its message has one part.
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -30,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonddp.kernels.flat_buffer import FlatBuffer, Layout, addresses_of, round_up
+from tritonddp.kernels.flat_buffer import FlatBuffer, Layout, round_up
 from tritonddp.kernels.quantized.code import BLOCK, INT8, BlockCode
 
 # Alignment in elements of exact gradients, and of the parts of them that ranks own, so that the
@@ -275,7 +276,7 @@ class QuantizedBuffer(FlatBuffer):
         self.flags = trailer[:slots]
         self.headers = trailer[slots:]
         self.views: list[Tensor] = []  # on the CPU only
-        self.addresses = addresses_of(())
+        self.addresses = array("q")
         self.data = self.message
         if device.type == "cpu":
             self.data = torch.zeros(self.layout.numel, dtype=dtype, device=device)
