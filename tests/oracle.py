@@ -170,7 +170,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def assert_gradients(ddp: nn.Module, expected: Sequence[Tensor | None], what: str) -> None:
-    """Each gradient has the expected value, up to rounding, and layout."""
+    """Each gradient has the expected value, up to rounding, layout and strides."""
     for (name, param), mean in zip(ddp.named_parameters(), expected, strict=True):
         where = f"{what}: gradient of {name} on rank {dist.get_rank()}"
         if mean is None:
@@ -180,6 +180,8 @@ def assert_gradients(ddp: nn.Module, expected: Sequence[Tensor | None], what: st
         assert param.grad.layout == mean.layout, where
         assert not mean.is_sparse or param.grad.is_coalesced(), where
         found, mean = (each.detach().to_dense() for each in (param.grad, mean))
+        # The stride of a dimension of one element has no meaning.
+        assert found.squeeze().stride() == mean.squeeze().stride(), f"strides of {where}"
         tolerance = 1e-12 if param.dtype == torch.float64 else 1e-5
         torch.testing.assert_close(
             found,

@@ -104,3 +104,15 @@ def test_nothing_is_written_to_the_buffer_of_large_gradients() -> None:
         step(stock, number)
         assert_same_bits(gradients(ours), gradients(stock), f"gradients in step {number}")
     assert all((bucket.flat.payload == 7).all() for bucket in ours.reducer.buckets)
+
+
+@ranks(2)
+def test_bucket_views_return_to_the_bucket_after_their_data_was_set() -> None:
+    ours, stock = beside_stock(nn.Linear(4, 3), **WAYS["views"])
+    for number in range(4):
+        for net in (ours, stock):
+            net.zero_grad(set_to_none=number % 2 == 0)
+            net(drawn(5, 4, step=number)).sum().backward()
+        assert_same_bits(gradients(ours), gradients(stock), f"gradients in step {number}")
+        for param in ours.parameters():
+            param.grad.data = param.grad.data * 2

@@ -1,9 +1,11 @@
 """A parameter whose tensor ``torch.utils.swap_tensors`` has swapped is an error that names it."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
+from differential.actions.training import converting
 from distributed import ranks
 from modules import Layers
 from torch import Tensor, nn
@@ -24,6 +26,11 @@ def swap_all(module: nn.Module) -> None:
         swap(param)
 
 
+def load(module: nn.Module) -> None:
+    with converting("swap"):
+        module.load_state_dict({k: v.clone() * 0.5 for k, v in module.state_dict().items()})
+
+
 def batch(step: int) -> Tensor:
     return drawn(3, 4, step=step, dtype=torch.float64)
 
@@ -36,10 +43,11 @@ def wrapped(view: bool = False) -> tritonddp.DistributedDataParallel:
     return ddp
 
 
+@pytest.mark.parametrize("change", [swap_all, load])
 @ranks(2, views=True)
-def test_swapped_tensors_are_an_error_at_each_forward(view: bool) -> None:
+def test_swapped_tensors_are_an_error_at_each_forward(change: Any, view: bool) -> None:
     ddp = wrapped(view)
-    swap_all(ddp.module.layers["b"])
+    change(ddp.module.layers["b"])
     for context in (nullcontext(), ddp.no_sync()):
         with context, pytest.raises(RuntimeError, match=SWAPPED % ("b", r"\w+")):
             ddp(batch(1))

@@ -106,6 +106,7 @@ class Client:
         *_, base = (kind for kind in type(wrapper).__mro__ if kind.__name__ == _NAME)
         found |= {
             "wrapped by": base.__module__.partition(".")[0],
+            "find_unused_parameters": wrapper.find_unused_parameters,
             "is stock's": isinstance(wrapper, self._stock),
             "bits": bits,  # of parameters and buffers, rank by rank
             "same on all ranks": len({parameters for parameters, _ in bits}) == 1,

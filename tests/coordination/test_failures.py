@@ -56,7 +56,9 @@ def groups(store: dist.Store, size: int = 2) -> list[Group]:
 
 
 def explain(group: Group, place: str = PLACE, error: str = "broken") -> str:
-    return str(group.explain(f"rank {group.rank}, {place}", "all-reduce", RuntimeError(error)))
+    explained = group.explain(f"rank {group.rank}, {place}", "all-reduce", RuntimeError(error))
+    assert type(explained) is RuntimeError
+    return str(explained)
 
 
 # Posts

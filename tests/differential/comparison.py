@@ -81,13 +81,30 @@ def _compared(
 
 
 def _compare_with_stock(program: Program, played: Sequence[Played]) -> Iterator[str]:
-    """Compare with stock DDP: bit by bit on two ranks, up to rounding on more."""
+    """Compare with stock DDP: bit by bit on two ranks, up to rounding on more.
+
+    On more ranks, what has the same bits on all ranks with stock must have the same bits here.
+    """
     if program.world_size == 2:
         yield from _compared(program, played, OURS, STOCK)
         return
     # After a divergence numbers are rounding errors.
     diverged = (entry.action for each in played for entry in each[STOCK] if _is_diverged(entry))
     yield from _compared(program, played, OURS, STOCK, _is_near, min(diverged, default=inf))
+    with_stock, here = (_different_on_ranks(played, title) for title in (STOCK, OURS))
+    # Once the ranks have different parameters, their bits are the same only by chance.
+    end = min((action for action, kind, _ in with_stock if kind == "parameter"), default=inf)
+    for place in sorted(here - with_stock):
+        if place[0] < end:
+            yield f"{place} has the same bits on all ranks with {STOCK}, and not here"
+
+
+def _different_on_ranks(played: Sequence[Played], title: str) -> set[tuple[int, str, str]]:
+    """The places at which rank 0 saw other bits than another rank that saw something there."""
+    first, *others = ({entry.place: entry.seen for entry in each[title]} for each in played)
+    return {
+        place for each in others for place in first.keys() & each if first[place] != each[place]
+    }
 
 
 def _compare_with_plain(program: Program, played: Sequence[Played]) -> Iterator[str]:

@@ -254,12 +254,13 @@ class Network(nn.Module):
 def build(program: Program, rank: int) -> list[Network]:
     """The networks of ``rank``, with other values than on other ranks if wrapping sends them."""
     syncs = (program.options.get(name, True) for name in ("init_sync", "broadcast_buffers"))
-    is_same = not (program.is_hostile or all(syncs))
-    torch.default_generator.manual_seed(program.seed * 10 + (0 if is_same else rank))
+    differs = program.is_hostile or all(syncs)
+    torch.default_generator.manual_seed(program.seed * 10 + (rank if differs else 0))
     networks = [Network(program.network)]
     if program.has_critic:
         networks.append(Network(program.network, networks[0].blocks["b0"]))
-    for network in networks if program.dtype is torch.float64 else ():
-        network.blocks.double()
-        network.heads.double()
+    if program.dtype is torch.float64:
+        for network in networks:
+            network.blocks.double()
+            network.heads.double()
     return networks

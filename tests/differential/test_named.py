@@ -27,7 +27,10 @@ from tritonddp import DistributedDataParallel
 SMALL_VIEWS = {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-4}
 # Options, and whether a microbatch runs before each reduced backward.
 VARIANTS: list[tuple[dict[str, Any], bool]] = [
-    *(({}, False), (SMALL_VIEWS, True), (SMALL_VIEWS, False), ({}, True))
+    ({}, False),
+    (SMALL_VIEWS, True),
+    (SMALL_VIEWS, False),
+    ({}, True),
 ]
 STEPS = 3
 
@@ -73,6 +76,9 @@ def play(name: str, wrap: Callable[..., Any], accumulates: bool = False) -> tupl
                 assert_gradients(net, means, f"step {number}")
             except AssertionError as error:
                 differences.append(str(error))
+            # Without a collective for stock: a rank may have failed.
+            if isinstance(net, DistributedDataParallel):
+                assert_gradients_alike(net, f"step {number}")
     return nets, differences
 
 
@@ -87,7 +93,6 @@ def test_named_programs_see_the_mean_of_what_each_rank_computes(name: str) -> No
             assert not differences, (options, accumulates, transport)
             for net, count in zip(nets, PROGRAMS[name].reductions, strict=True):
                 assert net.reducer.counters.reductions == STEPS * count
-                assert_gradients_alike(net)
 
 
 class StockWithNames(Stock):

@@ -220,7 +220,6 @@ class Program:
         """Train one step. Raise :class:`Ended` if training does not continue."""
         self.step, self._calls = step, 0 if self.point.step is not None else self._calls
         self.optimizer.zero_grad()
-        is_over = False
         try:
             self.backward(ddp, step)
             self.line("optimizer")
@@ -232,9 +231,8 @@ class Program:
             pass
         except (RuntimeError, FloatingPointError) as error:
             self.seen.errors.append((step, str(error)))
-            is_over = not self.fault.continues
-        if is_over:
-            raise Ended
+            if not self.fault.continues:
+                raise Ended from error
 
     def backward(self, ddp: DistributedDataParallel, step: int) -> None:
         """Forward and backward of a step."""

@@ -10,10 +10,10 @@ from modules import Layers
 from oracle import mean_over_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.distributed.algorithms.join import Join
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as Stock
 from training import assert_close, assert_gradients_alike, gradients, wrap
-from uneven import CLOSE, STOCK, loss_of, net, step_of, train, trained_alone
+from uneven import CLOSE, LR, STOCK, draw, loss_of, net, step_of, train, trained_alone
 
 from tritonddp import DistributedDataParallel
 
@@ -155,6 +155,20 @@ def test_communication_hooks_run_on_ranks_without_inputs_as_in_stock(rank: int) 
             trained.append(ddp.module.state_dict())
         assert_close(*trained, hook.__name__, **CLOSE)
         assert_same_on_all_ranks(list(trained[0].values()))
+
+
+@ranks(2)
+def test_optimizers_in_the_backward_step_on_ranks_without_inputs(rank: int) -> None:
+    counts = (1, 3)
+    ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4)
+    _apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": LR})
+    with ddp.join():
+        for step in range(counts[rank]):
+            loss_of(ddp, rank, step).backward()
+        if rank == 1:
+            ddp(draw(rank, 0)[0])  # a forward without a backward causes no step
+    expected = list(trained_alone(counts).parameters())
+    assert_close(list(ddp.parameters()), expected, f"rank {rank}", **CLOSE)
 
 
 @ranks(2)

@@ -138,9 +138,10 @@ class Guarded:
             flat.reduced = flat.received[: layout.part_bytes]
             flat.outgoing, flat.incoming = map(flat._sections, (flat.message, flat.received))
             flat.result = flat._sections(flat.gathered)
-            for name in () if flat.residuals is None else ("sent", "reduced"):
-                self._embed(rank, flat.residuals, name)
-                getattr(flat.residuals, name).zero_()
+            if flat.residuals is not None:
+                for name in ("sent", "reduced"):
+                    self._embed(rank, flat.residuals, name)
+                    getattr(flat.residuals, name).zero_()
 
     def _embed(self, rank: int, owner: Any, name: str) -> None:
         """Move an attribute of ``owner`` into an arena."""

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from launched import ROOT, run
 
-from differential.short.words import RULES
+from differential.short.configurations import Configuration
+from differential.short.words import RULES, sample, steps
 
 COMMAND = Path(__file__).parents[1] / "run.py"
 CONFIGURATIONS = (
@@ -61,3 +62,13 @@ def test_all_programs_of_up_to_three_events(name: str, world_size: int) -> None:
 def test_the_rules_quote_the_page_of_differences() -> None:
     page = re.sub(r"\s+", " ", (ROOT / "docs" / "differences.md").read_text())
     assert not [row for row in RULES if row not in page]
+
+
+@pytest.mark.parametrize("row", RULES)
+def test_a_rule_allows_a_difference_in_few_programs(row: str) -> None:
+    shares = []
+    for configuration in map(Configuration, ("plain", "static", "bare", "unused")):
+        words = sample(3, configuration, 500, seed=0)
+        found = [any(RULES[row](step, configuration) for step in steps(word)) for word in words]
+        shares.append(sum(found) / len(found))
+    assert 0 < max(shares) < 0.25
