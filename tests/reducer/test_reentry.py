@@ -81,6 +81,7 @@ def test_errors_of_manual_finalization() -> None:
     with pytest.raises(RuntimeError, match="manual backward finalization is not required"):
         net.finalize_backward()
     net.require_manual_backward_finalization = True
+    assert net.require_manual_backward_finalization
     with pytest.raises(RuntimeError, match="no gradient reduction requires finalization"):
         net.finalize_backward()
     with net.no_sync():
