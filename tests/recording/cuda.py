@@ -41,6 +41,11 @@ def patched(recorder: Recorder) -> Iterator[None]:
         def __getattr__(self, name: str) -> Any:
             return getattr(self.timeline, name)
 
+        def record_event(self, event: Any = None) -> Any:
+            event = event or torch.cuda.Event()
+            event.record(self)
+            return event
+
         def __eq__(self, other: object) -> bool:
             return isinstance(other, Stream) and other.timeline is self.timeline
 

@@ -55,11 +55,6 @@ class Timeline:
     def wait_event(self, event: Any) -> None:
         self.join(event.clock)
 
-    def record_event(self, event: Any = None) -> Any:
-        event = event or torch.cuda.Event()
-        event.record(self)
-        return event
-
     def synchronize(self) -> None:
         self.recorder.host_waits(self.clock, "a stream's synchronize")
 
