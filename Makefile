@@ -15,7 +15,7 @@
 # make coverage lines of the package that no test executes and tests/project/unreached.py does not name
 # make tests-of AT=tritonddp/reducer/reducer.py:120    the tests that reach a line (REFRESH=1: measure first)
 # make gpu     everything that needs CUDA devices: tests, steps compared with stock DDP, kernels;
-#              with this machine's $(PYTHON), on all its GPUs (ARGS="--only step-training": only this part)
+#              with this machine's $(PYTHON), on all its GPUs (ARGS="--only step": only the steps)
 # make gpu-rehearsal    the same in small without a GPU, on a simulated device (minutes)
 # make docs    build the site, in site/
 # make report  docs/report.md as a PDF, in build/ (needs Pango)

@@ -294,7 +294,7 @@ def _options() -> argparse.Namespace:
         help="folder for <gpu>/gpu.json and the plots (default: $OUT, else benchmarks/results)",
     )
     what = f"of {', '.join(names)}; step and test: all parts whose names begin so"
-    choices = [*names, "test"]
+    choices = [*names, "step", "test"]
     parser.add_argument("--only", nargs="+", choices=choices, metavar="PART", help=what)
     parser.add_argument(
         "--budget", type=float, default=BUDGET, help=f"seconds for all parts ({BUDGET:.0f})"
