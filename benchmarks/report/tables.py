@@ -488,8 +488,7 @@ def _sharded(results: Results) -> Iterator[Record]:
     for name in ("sharded-adamw", "sharded-line", "sharded-muon"):
         content = results[name].content if name in results else Record(optimizers={})
         for optimizer, found in content.optimizers.items():
-            over = content.over.replace("1e+09 bit/s", "1 Gbit/s")  # a label until November 2026
-            yield Record(found, name=f"{optimizer}, {over}")
+            yield Record(found, name=f"{optimizer}, {content.over}")
 
 
 def _whole(other: str) -> Any:

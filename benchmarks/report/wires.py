@@ -8,16 +8,6 @@ from statistics import mean
 from benchmarks.base.results import Record, Result
 from benchmarks.report.table import Blocks, Rows, Table, ms, or_dash
 
-# Labels of result files from before November 29, 2026, and what they are called now.
-_RENAMED = {
-    "1, 1, 2, 4, 8, 16, 25 (before)": "1, 1, 2, 4, 8, 16, 25 (former default)",
-    "25 each": "25",
-    "100 each": "100",
-    "4, doubling without end": "4, 8, 16, ... (unlimited)",
-    "those of fp32": "default of fp32",
-    "those of fp32, four times": "4 x default of fp32",
-}
-
 _AGAINST_SPREAD = {"within": "within", "below": "below", "above": "**above**", None: "-"}
 
 
@@ -51,7 +41,7 @@ def _training(result: Result) -> Iterator[str]:
 errors = Rows(
     _wires,
     (
-        ("wire format", lambda one: one.wire.replace("of everything", "(all parameters)")),
+        ("wire format", "wire"),
         ("sent per step, kB", lambda one: f"{one.sent / 1e3:.0f}"),
         ("error of a gradient", lambda one: _percent(one.whole)),
         ("mean over its tensors", lambda one: _percent(one.tensors)),
@@ -140,7 +130,7 @@ def sizes(result: Result) -> Blocks:
     for row in result.content.sizes:
         one = row.ratio
         shown = f"{one.mean:.3f} ({one.low:.2f} to {one.high:.2f})"
-        cells.setdefault(_RENAMED.get(row.sizes, row.sizes), []).append(shown)
+        cells.setdefault(row.sizes, []).append(shown)
     yield (
         f"{_MODEL}: step time in int8, relative to the default bucket sizes, by the message size "
         "at which a collective reaches half of its bandwidth (0: full bandwidth at any size)"

@@ -95,8 +95,8 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
     )
     progress.say(
         f"about {LEAST_LAUNCHES} to 10 launches with both, until the ratio of step times is known "
-        f"to {arguments.within} %, or for {arguments.seconds} s after the script has started. The "
-        "first launch gives a first table. Ctrl-C stops and shows the results so far"
+        f"to {arguments.within} %, or for {arguments.seconds} s after the first model is wrapped. "
+        "The first launch gives a first table. Ctrl-C stops and shows the results so far"
     )
     if not arguments.keep_files:
         progress.say(
